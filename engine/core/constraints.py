@@ -6,7 +6,6 @@ its tokens, so a preempted request, which gives up tokens in flight, needs no ro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -18,10 +17,16 @@ from engine.protocol.request import EngineRequest, SamplingParams
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.matcher import GrammarMatcher, MaskFiller, forbid, mask_words
+from engine.text.grammars.matcher import (
+    CompiledGrammar,
+    GrammarMatcher,
+    MaskFiller,
+    fill_threads,
+    forbid,
+    mask_words,
+)
 from engine.worker.step_input import MaskInput
 
-MAX_THREADS = 8  # that fill masks
 GRAMMAR_DEAD_END = (
     "the output's grammar allows only tokens that would end the request before min_tokens: lower min_tokens"
 )
@@ -46,17 +51,18 @@ class Constraints:
         self._compiler = compiler
         self._vocab_size, self._max_rows = vocab_size, max_num_seqs
         self._eos = eos_token_ids
+        self._all_tokens = all_tokens(vocab_size)
         self._new_buffer = new_buffer
         self._masks: np.ndarray | None = None
         self._filler: MaskFiller | None = None
         self._matchers: dict[str, GrammarMatcher] = {}
         self._rules: dict[str, TokenRules] = {}
-        self._compiling: dict[str, tuple[EngineRequest, Future[GrammarMatcher]]] = {}
+        self._compiling: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
 
     # ---- before the scheduler --------------------------------------------------------------------------------------
 
-    def compile(self, params: SamplingParams) -> Future[GrammarMatcher]:
-        """Return the future of a constrained request's matcher. Raises RequestError if the model has no tokenizer."""
+    def compile(self, params: SamplingParams) -> Future[CompiledGrammar]:
+        """Return the future of a constrained request's grammar. Raises RequestError if the model has no tokenizer."""
         assert params.structured_outputs is not None
         if self._compiler is None:
             raise params.structured_outputs.error(": needs the model's tokenizer, and this model has none")
@@ -83,7 +89,7 @@ class Constraints:
         if not future.done():
             self._compiling[request.request_id] = (request, future)
             return False
-        self._matchers[request.request_id] = future.result().copy()
+        self._matchers[request.request_id] = future.result().start()
         return True
 
     def compiled(self, seconds: float = 0.0) -> Iterator[tuple[EngineRequest, RequestError | Exception | None]]:
@@ -99,7 +105,7 @@ class Constraints:
                 if error is not None:
                     self.forget(request_id)
                 else:
-                    self._matchers[request_id] = future.result().copy()
+                    self._matchers[request_id] = future.result().start()
                 yield request, error
 
     @property
@@ -162,10 +168,11 @@ class Constraints:
         with_grammar = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
         if with_grammar:
             if self._filler is None:
-                self._filler = MaskFiller(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+                self._filler = MaskFiller(fill_threads())
             self._filler.fill([self._matchers[requests[row].request_id] for row in with_grammar], buffer, with_grammar)
-        others = sorted(set(range(len(requests))).difference(with_grammar))
-        buffer[others, :words] = all_tokens(self._vocab_size)
+        if len(with_grammar) < len(requests):
+            others = sorted(set(range(len(requests))).difference(with_grammar))
+            buffer[others, :words] = self._all_tokens
         return buffer[: len(requests), :words]
 
     def _dead_end(self, matcher: GrammarMatcher | None, rules: TokenRules | None) -> RequestError | None:

@@ -1,9 +1,10 @@
-"""Compile constraints in a pool of threads, with a cache: the matchers that new sequences start from."""
+"""Compile constraints in a pool of threads, with a cache."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,11 +13,12 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.checker import CHECK_SECONDS, GrammarChecker
 from engine.text.grammars.checks import parser_limits
-from engine.text.grammars.matcher import GrammarMatcher
+from engine.text.grammars.matcher import CompiledGrammar, fill_threads
 from engine.text.grammars.vocabulary import VocabularySource
 
 MAX_WORKERS = 4  # constraints compiled at a time: each has a thread, and a checking process once it is needed
 MAX_CACHED = 256
+COPY_SECONDS = 0.01  # time to spend on compiling a constraint again, so that more threads can fill its masks
 
 
 class GrammarCompiler:
@@ -32,13 +34,13 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="grammars")
         self._lock = threading.Lock()
         self._load_lock = threading.Lock()
-        self._cache: OrderedDict[StructuredOutputs, Future[GrammarMatcher]] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
         self._idle: queue.SimpleQueue[GrammarChecker] = queue.SimpleQueue()
         self._checkers: list[GrammarChecker] = []
         self._vocabulary: LLTokenizer | None = None
 
-    def compile(self, outputs: StructuredOutputs) -> Future[GrammarMatcher]:
-        """Return the future of a constraint's matcher in its first state, which is shared: copy it for a sequence.
+    def compile(self, outputs: StructuredOutputs) -> Future[CompiledGrammar]:
+        """Return the future of a constraint's grammar, which callers share.
 
         It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit.
         """
@@ -62,17 +64,20 @@ class GrammarCompiler:
             checker.close()
         self._threads.shutdown(wait=True)
 
-    def _compile(self, outputs: StructuredOutputs) -> GrammarMatcher:
+    def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
         vocabulary = self._load_vocabulary()
         checker = self._take_checker()
         try:
             grammar = checker.check(outputs)
         finally:
             self._idle.put(checker)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise outputs.error(f": {matcher.get_error()}")
-        return GrammarMatcher(matcher)
+        started = time.perf_counter()
+        matchers = [_matcher(vocabulary, grammar)]
+        if matchers[0].is_error():
+            raise outputs.error(f": {matchers[0].get_error()}")
+        copies = COPY_SECONDS / max(time.perf_counter() - started, 1e-9)
+        matchers += [_matcher(vocabulary, grammar) for _ in range(min(int(copies), fill_threads() - 1))]
+        return CompiledGrammar(matchers)
 
     def _load_vocabulary(self) -> LLTokenizer:
         with self._load_lock:
@@ -89,9 +94,13 @@ class GrammarCompiler:
                 self._checkers.append(checker)
             return checker
 
-    def _forget_failed(self, outputs: StructuredOutputs, done: Future[GrammarMatcher]) -> None:
+    def _forget_failed(self, outputs: StructuredOutputs, done: Future[CompiledGrammar]) -> None:
         """Drop a failure from the cache: its error names the field of one caller."""
         if done.cancelled() or done.exception() is not None:
             with self._lock:
                 if self._cache.get(outputs) is done:
                     del self._cache[outputs]
+
+
+def _matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,18 +17,40 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // MASK_BITS)
 
 
-class GrammarMatcher:
-    """Follows one sequence through its grammar. Not thread-safe, but matchers are independent of each other.
+def fill_threads() -> int:
+    """Return the number of threads that fill masks: one per processor, at most 8."""
+    return max(1, min(8, os.cpu_count() or 1))
 
-    `native` is llguidance's matcher.
+
+class CompiledGrammar:
+    """A grammar that sequences may start to follow. Not thread-safe.
+
+    Copies of one of llguidance's matchers hold a lock in turn, so that more threads fill their masks no sooner.
+    `natives` are therefore compiled independently of each other, at most one per thread.
     """
 
-    def __init__(self, matcher: LLMatcher):
-        self.native = matcher
+    def __init__(self, natives: Sequence[LLMatcher]):
+        self._natives = natives
+        self._started: list[weakref.WeakSet[GrammarMatcher]] = [weakref.WeakSet() for _ in natives]
 
-    def copy(self) -> GrammarMatcher:
-        """Return an independent matcher in the same state."""
-        return GrammarMatcher(self.native.deep_copy())
+    def start(self) -> GrammarMatcher:
+        """Return a matcher of a new sequence, which shares its lock with as few others as possible."""
+        counts = [len(started) for started in self._started]
+        index = counts.index(min(counts))
+        matcher = GrammarMatcher(self._natives[index].deep_copy(), lock_id=id(self._natives[index]))
+        self._started[index].add(matcher)
+        return matcher
+
+
+class GrammarMatcher:
+    """Follows one sequence through its grammar. Not thread-safe.
+
+    `native` is llguidance's matcher. Matchers with the same `lock_id` wait for each other.
+    """
+
+    def __init__(self, native: LLMatcher, lock_id: int):
+        self.native = native
+        self.lock_id = lock_id
 
     def accept(self, token_id: int) -> None:
         """Advance by a token that the last mask allowed. After any other token, `error` says so."""
@@ -68,7 +92,9 @@ class MaskFiller:
             return
         rows, words = masks.shape
         chosen = range(len(matchers)) if at_rows is None else at_rows
-        pairs = [(matcher.native, row) for row, matcher in zip(chosen, matchers, strict=True)]
+        # A thread takes neighbours, so matchers that wait for each other go side by side.
+        by_lock = sorted(zip(chosen, matchers, strict=True), key=lambda pair: pair[1].lock_id)
+        pairs = [(matcher.native, row) for row, matcher in by_lock]
         self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, words * masks.itemsize, rows)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.matcher import MaskFiller, forbid, mask_words
+from engine.text.grammars.matcher import CompiledGrammar, MaskFiller, forbid, mask_words
 from engine.utils.processes.child import running_children
 
 HOSTILE = {"type": "integer", "multipleOf": 999_983}  # takes seconds and 400 MB
@@ -85,7 +87,7 @@ def test_a_large_or_deep_constraint_compiles_or_is_refused_quickly(compiler, con
     compiled(compiler, regex="ready")
     began = time.monotonic()
     try:
-        matcher = compiled(compiler, **constraint)
+        matcher = compiled(compiler, **constraint).start()
     except RequestError as refusal:
         assert len(str(refusal)) < 600
     else:
@@ -94,9 +96,9 @@ def test_a_large_or_deep_constraint_compiles_or_is_refused_quickly(compiler, con
 
 
 def test_masks_are_filled_for_many_matchers_and_copies_are_independent(compiler, vocabulary, source):
-    start = compiled(compiler, regex="(ab|cd)e")
+    grammar = compiled(compiler, regex="(ab|cd)e")
     a, b, e = (vocabulary.greedy_tokenize(char)[0] for char in "abe")
-    first, second = start.copy(), start.copy()
+    first, second = grammar.start(), grammar.start()
     first.accept(a)
     masks = np.full((3, mask_words(source.size)), -1, dtype=np.int32)
     MaskFiller(2).fill([first, second], masks)
@@ -109,8 +111,19 @@ def test_masks_are_filled_for_many_matchers_and_copies_are_independent(compiler,
     assert set(np.flatnonzero(bits == 0)) == {0, 31, 32, 70}
 
 
+def test_sequences_of_one_grammar_share_locks_only_if_they_must(source, vocabulary):
+    grammar = CompiledGrammar([LLMatcher(vocabulary, LLMatcher.grammar_from_regex("[ab]+")) for _ in range(3)])
+    first = grammar.start().lock_id
+    assert grammar.start().lock_id == first  # the one before has ended
+    several = [grammar.start() for _ in range(6)]
+    assert sorted(Counter(one.lock_id for one in several).values()) == [2, 2, 2]
+    masks = np.zeros((6, mask_words(source.size)), dtype=np.int32)
+    MaskFiller(2).fill(several, masks)
+    assert masks[0].any() and (masks == masks[0]).all()
+
+
 def test_a_matcher_knows_when_its_grammar_is_complete(compiler, vocabulary):
-    fixed, open_ = compiled(compiler, regex="ab").copy(), compiled(compiler, regex="ab*").copy()
+    fixed, open_ = compiled(compiler, regex="ab").start(), compiled(compiler, regex="ab*").start()
     a, b = (vocabulary.greedy_tokenize(char)[0] for char in "ab")
     states = []
     for token in (a, b):
