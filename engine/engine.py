@@ -48,7 +48,7 @@ class Engine:
         cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
     ) -> Any:
         if not isinstance(config, EngineConfig | None):
-            raise ConfigError(f"config is a {type(config).__name__}: give an EngineConfig, as in {_EXAMPLE}")
+            raise ConfigError(f"found config of type {type(config).__name__}: give an EngineConfig, as in {_EXAMPLE}")
         if isinstance(model, str):
             raise ConfigError(f"model is the name {model!r}: give it in the configuration, as in {_EXAMPLE}")
         if config is not None and config.mode == "training":
@@ -183,7 +183,9 @@ class Engine:
         """
         self._require_open()
         if not isinstance(weights, Iterable):
-            raise WeightUpdateError(f"weights is a {type(weights).__name__}: give a mapping or (name, tensor) pairs")
+            raise WeightUpdateError(
+                f"found weights of type {type(weights).__name__}: give a mapping or (name, tensor) pairs"
+            )
         # The iterator may use the device or wait for another turn, so exhaust it first.
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         with self.pool.turn():
@@ -284,8 +286,8 @@ class Engine:
             return [_sampling_params(given or {})] * count
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise RequestError(
-                f"sampling_params is a {type(given).__name__}: give SamplingParams or a mapping of its fields, one for "
-                "all prompts or one per prompt",
+                f"found sampling_params of type {type(given).__name__}: give SamplingParams or a mapping of fields, "
+                "one for all prompts or one per prompt",
                 param="sampling_params",
             )
         if len(given) != count:

@@ -44,6 +44,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
+from graph_cache.validation import names_arguments
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,6 +120,7 @@ class GraphCache:
     until `warm()` or `warm_next()` has captured it. Several caches on one device may share a `pool`.
     """
 
+    @names_arguments
     def __init__(
         self,
         config: GraphConfig | None = None,
@@ -168,6 +170,7 @@ class GraphCache:
         self._clear_summaries()
         return site
 
+    @names_arguments
     def graphed(
         self,
         name: str,
@@ -177,7 +180,6 @@ class GraphCache:
         buckets: Iterable[int],
         watch: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
         generators: Sequence[torch.Generator] = (),
-        **site_options: Any,
     ) -> Callable[..., Any]:
         """Return a function of the same inputs, [rows, …] each, that runs `fn(**inputs)` from graphs.
 
@@ -207,7 +209,6 @@ class GraphCache:
                 addresses=address_book,
                 generators=generators,
                 restores=True,
-                **site_options,
             )
         )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine import config as engine_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.cli.settings import METAVARS, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
+from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
 from server.config import COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 SERVER_HELP = {
@@ -112,12 +112,24 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str
         else:
             group.add_argument(
                 flag,
-                type=PARSERS[type_name],
+                type=_parser_of(type_name),
                 choices=CHOICES.get(setting.name),
                 default=argparse.SUPPRESS,
                 metavar=None if setting.name in CHOICES else METAVARS[type_name],
                 help=text,
             )
+
+
+def _parser_of(annotation: str) -> Callable[[str], Any]:
+    """Return a parser of a flag's value that says what is needed."""
+
+    def parse_flag(text: str) -> Any:
+        try:
+            return PARSERS[annotation](text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(f"must be {NEEDED[annotation]}; found {text!r}") from exc
+
+    return parse_flag
 
 
 def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:

@@ -16,8 +16,15 @@ from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.signals import hold_stop_signals
 from engine.utils.processes.standard_files import open_standard_files
+from graph_cache.validation import did_you_mean
 
 PROG = "encore"
+EPILOG = f"""\
+examples:
+  {PROG} serve --model ./my-model --port 9000
+  {PROG} generate "Once upon a time" --max-tokens 32
+
+{PROG} COMMAND --help lists the flags of a command."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if word in COMMANDS), None)
     if chosen == "serve" and argv is None:  # called as a program
         hold_stop_signals()  # until the server handles them: its imports take a second
-    args, unknown = build_parser(chosen).parse_known_args(words)
+    parser = build_parser(chosen)
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}")
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(args.command, unknown[0])
     args.words = words
@@ -56,8 +66,9 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """Return the command line's parser; only the subcommand `chosen` has its arguments."""
     parser = Parser(
         prog=PROG,
-        description="Serve a language model from a warm graph cache.",
-        epilog=f"{PROG} COMMAND --help lists the flags of a command.",
+        description="An LLM inference server that answers by replaying captured graphs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, help="show the version and exit")
@@ -71,8 +82,6 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def _refuse(command: str, word: str) -> NoReturn:
     """Print that an argument is unknown, with the nearest flag of the command, and exit with status 2."""
-    from graph_cache.validation import did_you_mean
-
     parser = Parser(prog=f"{PROG} {command}")
     COMMANDS[command].add_arguments(parser)
     flags = re.findall(r"--[\w-]+", parser.format_usage())

@@ -94,7 +94,7 @@ def parse(where: str, annotation: str, text: str) -> Any:
     try:
         return PARSERS[annotation](text)
     except ValueError as exc:
-        raise ConfigError(f"{where}={text!r}: must be {_NEEDED[annotation]}") from exc
+        raise ConfigError(f"{where}={text!r}: must be {NEEDED[annotation]}") from exc
 
 
 def split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -103,7 +103,6 @@ def split(item: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     def parse_list(text: str) -> tuple[Any, ...]:
         return tuple(item(part.strip()) for part in text.split(",") if part.strip())
 
-    parse_list.__name__ = f"comma-separated {item.__name__}"  # shown in argparse's error message
     return parse_list
 
 
@@ -142,11 +141,11 @@ def _from_yaml(where: str, annotation: str, value: Any) -> Any:
         or annotation.startswith("bool") != isinstance(value, bool)
     ):
         shown = f"{type(value).__name__} {value!r}"[:80]
-        raise ConfigError(f"{where}: must be {_NEEDED[annotation]}; found {shown}")
+        raise ConfigError(f"{where}: must be {NEEDED[annotation]}; found {shown}")
     return value
 
 
-_NEEDED = {
+NEEDED = {
     "bool": "true or false",
     "bool | None": "true or false",
     "str": "a string",

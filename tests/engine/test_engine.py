@@ -80,8 +80,8 @@ def test_an_unknown_argument_names_the_nearest_one(make_engine, call, said):
 @pytest.mark.parametrize(
     ("arguments", "keywords", "said"),
     [
-        (("smollm2-135m-instruct",), {}, "config is a str: give an EngineConfig"),
-        (({"model": "policy"},), {}, "config is a dict: give an EngineConfig"),
+        (("smollm2-135m-instruct",), {}, "found config of type str: give an EngineConfig"),
+        (({"model": "policy"},), {}, "found config of type dict: give an EngineConfig"),
         ((), {"model": "policy"}, "model is the name 'policy': give it in the configuration"),
     ],
 )

@@ -36,6 +36,18 @@ def graphed(fn, buckets=(2, 4), inputs=INPUT, name="fn", **options):
     return cache, cache.graphed(name, fn, inputs, buckets=buckets, **options)
 
 
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: GraphCache(devise="cpu"), "no argument 'devise'; did you mean 'device'"),
+        (lambda: GraphCache().graphed("fn", abs, INPUT, bucket=(1,)), "no argument 'bucket'; did you mean 'buckets'"),
+    ],
+)
+def test_a_misspelt_argument_names_the_nearest(call, named):
+    with pytest.raises(TypeError, match=named):
+        call()
+
+
 def test_names_of_sites_are_unique():
     cache, _ = graphed(lambda x: x)
     with pytest.raises(GraphConfigError, match="registered already"):

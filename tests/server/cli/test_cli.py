@@ -118,6 +118,19 @@ def test_bad_input_is_one_line_that_names_it_and_status_2(capsys, words, named):
     assert len(err.splitlines()) == 1 and named in err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
+        (["serve", "--max-num-seqs", "lots"], "--max-num-seqs: must be an integer; found 'lots'"),
+        (["serve", "--graph-buckets", "1,x"], "--graph-buckets: must be integers separated by commas; found '1,x'"),
+    ],
+)
+def test_an_unusable_word_is_named_with_what_is_wanted(capsys, words, named):
+    code, _, printed = status(capsys, *words)
+    assert code == 2 and named in printed and printed.count("\n") == 1
+
+
 def test_unknown_settings_name_the_nearest():
     with pytest.raises(ConfigError, match="max_num_seqs"):
         ServerConfig.from_dict({"max_num_seq": 3})
