@@ -155,9 +155,8 @@ class Constraints:
                 continue
             if rules is not None:
                 rules.apply(mask, request.token_ids, request.prompt_len)
-            forbidden = self._forbidden(request, matcher is not None)
-            forbid(mask, forbidden)
-            if (forbidden or rules is not None) and not mask.any():
+            has_changed = forbid(mask, self._forbidden(request, matcher is not None))
+            if (has_changed or rules is not None) and not mask.any():
                 ended.append((request, self._dead_end(matcher, rules)))
         return MaskInput([request.slot for request in requests], masks), ended
 

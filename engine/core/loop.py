@@ -44,6 +44,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.utils.async_copy import upload_buffer
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
+from engine.worker.step_input import MaskInput
 from graph_cache.errors import ManifestError
 from graph_cache.keys import GraphKey
 
@@ -99,6 +100,7 @@ class EngineLoop:
         self.finisher = StepFinisher(self.scheduler, executor, self.constraints)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
         self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued, not yet read; oldest first
+        self._unmasked: Batch | None = None  # the newest step in flight, if it waits for its masks to be sampled
         self._steps = self._failures = 0
         self._last_error = ""
         self.warm_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
@@ -184,7 +186,8 @@ class EngineLoop:
         """Schedule and enqueue one batch, finish older steps, and return all new events.
 
         With async scheduling the new step stays in flight. Without it, or with nothing to enqueue, every step is
-        finished.
+        finished. A constrained batch in flight waits for its masks, which depend on the tokens before: its forward
+        graph runs while the caller uses the events and the next step fills the masks and schedules its batch.
         """
         if self._storage_may_have_moved:
             self.executor.call("check_addresses")
@@ -192,14 +195,16 @@ class EngineLoop:
         self.drain(self._max_unread_steps)  # a step whose read was interrupted: only the device knows its tokens
         if self.constraints.num_compiling:
             self._schedule_compiled()
+        masks = self._fill_masks()
         batch = self.scheduler.schedule()
         self.constraints.mark(batch)
-        failure = self._execute(batch)
-        self.drain(self._max_unread_steps if batch and failure is None else 0)
-        if failure is not None:
-            self._fail_batch(batch, failure)
+        if masks is None or self._send(masks):
+            failure = self._execute(batch)
+            self.drain(self._max_unread_steps if batch and failure is None else 0)
+            if failure is not None:
+                self._fail_batch(batch, failure)
+            self._steps += bool(batch)
         self.executor.check()  # results that were computed without a lost rank are invalid
-        self._steps += bool(batch)
         events, self.finisher.events = self.finisher.events, []
         return events
 
@@ -211,9 +216,8 @@ class EngineLoop:
             if batch:
                 output = self.executor.submit(batch)
                 self.scheduler.dispatch(batch)
-                if batch.constrained and not self._send_masks(batch):
-                    return None
                 self._in_flight.append((batch, output))
+                self._unmasked = batch if batch.constrained else None
         except EngineDead:
             raise
         except BaseException as error:
@@ -224,22 +228,49 @@ class EngineLoop:
             raise
         return None
 
-    def _send_masks(self, batch: Batch) -> bool:
-        """Complete a constrained batch, whose forward graph runs meanwhile: a mask depends on the token before it.
+    def _fill_masks(self) -> MaskInput | None:
+        """Return the masks of the step that waits for them; None if none does, or if it failed now.
 
-        Reads and finishes the earlier steps first. If one of them failed, drops the batch, recomputes its requests
-        later and returns False.
+        All earlier steps must be finished: a mask depends on the token before it. Ends the requests that no token may
+        follow; their rows are stale then.
         """
-        if not self.drain():
-            self.scheduler.preempt_all()
-            return False
+        batch = self._unmasked
+        if batch is None:
+            return None
         leases = dict(batch.sampled)
-        requests = [request for request in batch.constrained if request.lease == leases[request]]
-        masks, ended = self.constraints.masks(requests)
-        self.executor.call("sample", masks)
-        for request, error in ended:  # their rows are stale now
+        try:
+            masks, ended = self.constraints.masks(
+                [request for request in batch.constrained if request.lease == leases[request]]
+            )
+        except Exception as error:
+            self._fail_batch(batch, error)
+            return None
+        for request, error in ended:
             self.finisher.end_constrained(request, error)
+        return masks
+
+    def _send(self, masks: MaskInput) -> bool:
+        """Enqueue the rest of the step that waits for masks. Returns whether that succeeded."""
+        assert self._unmasked is not None
+        try:
+            self.executor.call("sample", masks)
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._fail_batch(self._unmasked, error)
+            return False
+        except BaseException as error:
+            self.executor.recover(error)
+            self._drop_unmasked()
+            raise
+        self._unmasked = None
         return True
+
+    def _drop_unmasked(self) -> None:
+        """Drop the step that waits for masks, and compute its requests again."""
+        self._in_flight = deque(step for step in self._in_flight if step[0] is not self._unmasked)
+        self._unmasked = None
+        self.scheduler.preempt_all()
 
     def drain(self, behind: int = 0) -> bool:
         """Read and finish steps in flight, oldest first, until at most `behind` are left. Return whether none failed.
@@ -250,6 +281,11 @@ class EngineLoop:
         has_succeeded = True
         while len(self._in_flight) > behind:
             batch, output = self._in_flight[0]
+            if batch is self._unmasked:
+                masks = self._fill_masks()
+                if masks is None or not self._send(masks):
+                    has_succeeded = False
+                    continue
             try:
                 result = output.read()  # if interrupted here, the next step reads it again
                 self._in_flight.popleft()
@@ -287,6 +323,8 @@ class EngineLoop:
                         error=f"the step failed: {self._last_error}",
                     ),
                 )
+        if self._unmasked is not None:  # it failed, or its masks depend on what failed
+            self._drop_unmasked()
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
@@ -295,6 +333,8 @@ class EngineLoop:
     ) -> None:
         """Capture the graphs in `wanted`, or by default every missing graph of the warm-up plan."""
         keys = list(self.runner.cache.pending() if wanted is None else wanted)
+        if self._unmasked is not None:
+            self.drain()  # a capture would overwrite its logits
         with self.runner.cache.pool.session():  # one for all captures
             for done, key in enumerate(keys, 1):
                 self.executor.call("warm", [key])
@@ -325,6 +365,8 @@ class EngineLoop:
             key = next(iter(self.runner.cache.pending()), None)
         if key is None:
             return False
+        if self._unmasked is not None:
+            self.drain()  # a capture would overwrite its logits
         self.executor.call("capture", key)
         return True
 

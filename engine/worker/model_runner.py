@@ -300,6 +300,8 @@ class ModelRunner:
             self._unmasked = (step, output) if step.is_constrained else None
             if self._unmasked is None:
                 self._finish_step(step, output)
+        # For the next step, while a GPU is busy with this one.
+        self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
         return output
 
     def sample(self, masks: MaskInput) -> None:
@@ -318,8 +320,6 @@ class ModelRunner:
             self._prefill(step.prefill, output)
         if step.verify is not None:
             self._verify(step.verify, output)
-        # For the next step, while a GPU is busy with this one.
-        self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
         self._in_flight.append(output)
 
     def reset_after_failure(self) -> None:

@@ -98,8 +98,13 @@ class MaskFiller:
         self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, words * masks.itemsize, rows)
 
 
-def forbid(mask: np.ndarray, token_ids: Iterable[int]) -> None:
-    """Clear the bits of tokens in a mask int32 [words]."""
-    words = mask.view(np.uint32)
+def forbid(mask: np.ndarray, token_ids: Iterable[int]) -> bool:
+    """Clear the bits of tokens in a mask int32 [words]. Returns whether one of them was set."""
+    changed = False
     for token_id in token_ids:
-        words[token_id // MASK_BITS] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % MASK_BITS))
+        word, bit = token_id // MASK_BITS, token_id % MASK_BITS
+        bits = int(mask[word])
+        if bits >> bit & 1:
+            changed = True
+            mask[word] = bits ^ (1 << bit if bit < MASK_BITS - 1 else -(1 << bit))
+    return changed
