@@ -291,6 +291,52 @@ def test_a_step_whose_predecessor_failed_is_recomputed(make_engine, monkeypatch)
     assert tokens(events["second"]) == expected and loop.stats().num_preemptions == 1
 
 
+@pytest.mark.parametrize("between", ["drain", "capture", "abort", "load_weights"])
+def test_work_between_steps_finds_a_step_that_waits_for_its_masks(make_engine, lively_model, between):
+    engine = make_engine(async_scheduling=True, max_num_seqs=4, graph_buckets=(1, 2, 4))
+    params = [constrained({"regex": "[a-z]{20}"}, seed=42)] * 2  # the seed of `request`
+    expected = [one.token_ids for one in engine.generate(prompt_token_ids=MANY[:2], sampling_params=params)]
+    loop = engine.loop
+
+    def work(step):
+        if between == "drain":
+            loop.drain()
+        elif between == "capture":
+            loop.runner.cache.invalidate("asked")
+            loop.capture_next()
+        elif between == "abort":
+            loop.abort([f"other {step - 2}"])
+            loop.add(request(f"other {step}", MANY[2], constrained({"regex": "[0-9]{30}"})))
+        elif step % 5 == 0:
+            loop.load_weights(str(lively_model), f"step {step}")
+
+    for number, one in enumerate(params):
+        loop.add(request(f"{number}", MANY[number], one))
+    events = {}
+    for step in range(100):
+        for event in loop.step():
+            events.setdefault(event.request_id, []).append(event)
+        if all(name in events and events[name][-1].finish_reason for name in "01"):
+            break
+        work(step)
+    loop.abort([f"other {step}" for step in range(100)])
+    drain(loop)
+    assert [tokens(events[f"{number}"]) for number in range(2)] == expected
+
+
+def test_a_failure_to_fill_masks_fails_its_batch_and_the_engine_continues(make_engine, monkeypatch):
+    engine = make_engine(async_scheduling=True)
+    expected = generate(engine, {"regex": "[a-z]{20}"}, MANY[:1])[0].token_ids
+    loop = engine.loop
+    loop.add(request("first", MANY[0], constrained({"regex": "[a-z]{20}"})))
+    loop.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.constraints, "masks", lambda requests: 1 / 0)
+        events = loop.step()
+    assert [event.finish_reason for event in events] == ["error"] and "ZeroDivisionError" in events[0].error
+    assert generate(engine, {"regex": "[a-z]{20}"}, MANY[:1])[0].token_ids == expected
+
+
 def test_an_interrupted_wait_for_the_earlier_step_recomputes_the_batch(make_engine, monkeypatch):
     engine = make_engine(async_scheduling=True)
     params = [constrained({"regex": "[a-z]{20}"}, seed=seed) for seed in range(3)]
