@@ -1,8 +1,8 @@
 """Tables of the reference pages, made from the code: settings, metrics, HTTP routes and request fields.
 
 Directives: `settings-table` with `server` or `engine`; `metrics-table`; `routes-table`; `fields-table` with the name of
-a schema in /openapi.json, and that of a field to list the object in it. Metrics and routes are those of a server that
-runs a tiny model while the site is built.
+a schema in /openapi.json, and that of a field to list the object in it; `class-table` with the dotted name of a
+dataclass. Metrics and routes are those of a server that runs a tiny model while the site is built.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import importlib
+import inspect
 import logging
 import re
 import tempfile
@@ -20,6 +22,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+COMMENTED = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)  # a field of a dataclass
 FLAG = re.compile(r"(?<![`\w-])--[a-z][a-z-]+")
 
 
@@ -45,6 +48,15 @@ def _shown(default: Any) -> str:
     if isinstance(default, (tuple, list)):
         return f"`{','.join(map(str, default))}`"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def class_rows(path: str) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of the fields of a dataclass, with the comments beside them in its source."""
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    meanings = dict(COMMENTED.findall(inspect.getsource(found)))
+    rows = [(f"`{field.name}`", f"`{field.type}`", meanings[field.name]) for field in dataclasses.fields(found)]
+    return ("field", "type", "meaning"), rows
 
 
 def metrics_rows() -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -201,10 +213,20 @@ class FieldsTable(_TableDirective):
         return self.table(*fields_rows(*self.arguments))
 
 
+class ClassTable(_TableDirective):
+    """`class-table`: the fields of a dataclass, each with the comment beside it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*class_rows(self.arguments[0]))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.add_directive("settings-table", SettingsTable)
     app.add_directive("metrics-table", MetricsTable)
     app.add_directive("routes-table", RoutesTable)
     app.add_directive("fields-table", FieldsTable)
+    app.add_directive("class-table", ClassTable)
     return {"parallel_read_safe": True}

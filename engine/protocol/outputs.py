@@ -51,14 +51,14 @@ class OutputDelta:
 class CompletionOutput:
     """The accumulated output of one sequence, finished or running."""
 
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-    weight_version: str = ""  # of the last token
+    index: int  # among the request's n sequences
+    text: str = ""  # the text of token_ids, without the stop string or stop token
+    token_ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
+    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
+    finish_reason: FinishReason | None = None  # stop, length, abort or error; None while it runs
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    error: str | None = None  # the message, if finish_reason is error
+    weight_version: str = ""  # version of the weights that produced the last token
 
     def add(self, delta: OutputDelta) -> None:
         """Append a delta of this sequence."""
@@ -75,13 +75,13 @@ class CompletionOutput:
 class RequestOutput:
     """A request's prompt and sequences, filled by `add`. `text`, `token_ids`, … are the first sequence's."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    outputs: list[CompletionOutput]
+    request_id: str  # the caller's id, or a generated one
+    prompt: str | None  # None: the prompt was given as token ids
+    prompt_token_ids: list[int]  # the tokens of the prompt
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # parallel to prompt_token_ids; None for the first token
+    outputs: list[CompletionOutput]  # n sequences
     cached_tokens: int = 0  # prompt tokens from the prefix cache, for the first sequence
-    weight_version: str = ""
+    weight_version: str = ""  # version of the weights that produced the last token
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], n: int = 1) -> RequestOutput:

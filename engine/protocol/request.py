@@ -60,16 +60,13 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """One token's logprob. `rank` 1 is the most likely token; `top` maps the k best token ids to their logprobs.
+    """One token's logprob, its rank, and the logprobs of other tokens at its position."""
 
-    `named` maps the ids of `SamplingParams.logprob_token_ids` to theirs: minus infinity if it could not be sampled.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: dict[int, float] = field(default_factory=dict)
-    named: dict[int, float] = field(default_factory=dict)
+    token_id: int  # the token
+    logprob: float  # its log-probability
+    rank: int  # 1: the most likely token
+    top: dict[int, float] = field(default_factory=dict)  # the k most likely token ids with their logprobs
+    named: dict[int, float] = field(default_factory=dict)  # those of logprob_token_ids; -inf: could not be sampled
 
     @property
     def num_alternatives(self) -> int:

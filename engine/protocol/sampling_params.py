@@ -65,31 +65,31 @@ class SamplingParams(NamesFields):
     is the field's name.
     """
 
-    max_tokens: int | None = 16  # None: up to the context length; 0: prompt logprobs only
+    max_tokens: int | None = 16  # tokens to generate; None: up to the context length; 0: prompt logprobs only
     min_tokens: int = 0  # until then EOS, stop tokens and stop strings are ignored
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: disabled
-    min_p: float = 0.0
+    temperature: float = 1.0  # divides the logits; 0: greedy
+    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
+    top_k: int = 0  # sample from the k most likely tokens; 0 or -1: from all
+    min_p: float = 0.0  # sample from tokens with at least this share of the highest probability
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative
     frequency_penalty: float = 0.0  # over the output, per occurrence
     presence_penalty: float = 0.0  # over the output, once
-    logit_bias: Mapping[int, float] | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    n: int = 1
-    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None  # numbers to add to logits, by token id
+    stop: tuple[str, ...] = ()  # strings that end the text; they are removed from it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the output
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    include_stop_str_in_output: bool = False  # keep the stop string in the text
+    n: int = 1  # sequences to generate
+    seed: int | None = None  # of the random numbers; None: derived from the engine's seed, random in a server
     logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
     logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place
+    skip_special_tokens: bool = True  # leave special tokens out of the text
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
     show_markers: bool = False  # don't skip special tokens that mark tool calls or reasoning
     allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled
     bad_words: tuple[str, ...] = ()  # the last token of one is not sampled after its others
-    structured_outputs: StructuredOutputs | None = None  # a mapping of its fields is accepted too
+    structured_outputs: StructuredOutputs | None = None  # constrains the output; may be given as a mapping
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

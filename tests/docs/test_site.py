@@ -41,6 +41,7 @@ def test_reference_pages_hold_what_the_code_defines(site: Path) -> None:
     assert "encore_graph_replays_total" in text("metrics") and "encore_time_to_first_token_seconds" in text("metrics")
     assert "POST /v1/chat/completions" in text("http") and "max_new_tokens" in text("http")
     assert "update_weights" in text("python") and "graphed" in text("python")
+    assert "include_stop_str_in_output" in text("python") and "a stop token included" in text("python")
     assert "max_num_seqs: int | None = None" in text("python"), "a class of settings shows its fields"
     assert "no effect: " not in text("http") and "not supported: " not in text("http")
 
