@@ -245,8 +245,8 @@ class EngineLoop:
         except Exception as error:
             self._fail_batch(batch, error)
             return None
-        for request, error in ended:
-            self.finisher.end_constrained(request, error)
+        for request, message in ended:
+            self.finisher.end_constrained(request, message)
         return masks
 
     def _send(self, masks: MaskInput) -> bool:
