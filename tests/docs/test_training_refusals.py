@@ -15,7 +15,9 @@ SOURCES = [
     *(ROOT / "graph_cache/training").glob("*.py"),
     *(ROOT / "graph_cache/backends").glob("*.py"),
     ROOT / "graph_cache/torch_settings.py",
+    ROOT / "graph_cache/host_reads.py",
 ]
+NAMING = {"host_read_refusal", "_describe_changes", "outside_reads"}  # functions that return texts
 COLLECTED = {"reasons", "_refusals", "DOUBLE_BACKWARD"}  # reasons that are raised elsewhere
 RAISING = {"CaptureRefused", "error_type"}
 JOINED = ("A replay would not repeat this",)  # what is said around collected reasons
@@ -48,7 +50,7 @@ def refusals() -> Iterator[str]:
     """Yield the texts of all refusals in the code."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name in ("host_read_refusal", "_describe_changes"):
+            if isinstance(node, ast.FunctionDef) and node.name in NAMING:
                 yield from (literal(inner.value) for inner in ast.walk(node) if isinstance(inner, ast.Return))
             elif isinstance(node, ast.Call) and name_of(node.func) in RAISING:
                 yield from [literal(argument) for argument in node.args if not isinstance(argument, ast.Call)]
