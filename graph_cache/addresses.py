@@ -68,6 +68,8 @@ class _WatchedValues:
         return list(found.values())
 
     def unchanged(self, part: int | None) -> bool:
+        if not self._owners:
+            return True
         selected = slice(None) if part is None else slice(part, None, PARTS)
         try:
             current = list(map(self._identity, map(getitem, self._owners[selected], self._keys[selected])))
@@ -117,6 +119,8 @@ class _WatchedTensors(_WatchedValues):
 
     def same_geometry(self, selected: slice) -> bool:
         """Return whether shapes, strides, dtypes and flags of the selected tensors are those recorded."""
+        if not self._owners:
+            return True
         try:
             tensors = list(map(getitem, self._owners[selected], self._keys[selected]))
             current = list(zip(*(map(read, tensors) for read in self._read), strict=True))
