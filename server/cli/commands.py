@@ -10,6 +10,7 @@ import asyncio
 import http.client
 import json
 import math
+import re
 import sys
 import urllib.error
 import urllib.parse
@@ -21,6 +22,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 TIMEOUT_SECONDS = 10.0
+ADDRESS = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?")  # HOST:PORT without http://, as curl takes it
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -68,7 +70,8 @@ async def _print_continuation(config: Any, prompt: str, chat: bool, params: Any)
 
 def graphs(args: argparse.Namespace) -> int:
     """Print a running server's graph table."""
-    body = _json(_read(args.url.rstrip("/") + "/graphs"), args.url)
+    url = _source(args.url).rstrip("/")
+    body = _json(_read(url + "/graphs"), url)
     if args.json:
         print(json.dumps(body, indent=1))
         return 0
@@ -175,6 +178,7 @@ def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
     from graph_cache.manifest import Manifest, histogram_from_metrics
 
     if args.metrics is not None:
+        args.metrics = _source(args.metrics)
         args.metrics = _metrics_url(args.metrics) if _is_url(args.metrics) else args.metrics
         text = _read(args.metrics)
         return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
@@ -198,7 +202,7 @@ def _max_num_seqs(metrics: str, phase: str) -> int:
 
 def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
     """Return a function size -> bytes of a graph, interpolated between the sizes that a server has captured."""
-    source = args.graphs
+    source = None if args.graphs is None else _source(args.graphs)
     if source is None and args.metrics is not None and _is_url(args.metrics):
         source = args.metrics.removesuffix("/").removesuffix("/metrics") + "/graphs"
     if source is None:
@@ -236,6 +240,11 @@ def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:
 def _metrics_url(url: str) -> str:
     """Return the URL of /metrics where only a server is named."""
     return url.rstrip("/") + "/metrics" if urllib.parse.urlsplit(url).path in ("", "/") else url
+
+
+def _source(text: str) -> str:
+    """Return a file's path or a URL as it is, and HOST:PORT as a URL."""
+    return "http://" + text if ADDRESS.fullmatch(text) and not Path(text).exists() else text
 
 
 def _is_url(source: str) -> bool:
