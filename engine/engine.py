@@ -5,6 +5,7 @@ Everything runs in the caller's thread: no server, no event loop, no signal hand
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -97,7 +98,7 @@ class Engine:
         """The version name of the current weights."""
         return self._loop.weight_version
 
-    @names_arguments
+    @functools.partial(names_arguments, fields_of={"sampling_params": SamplingParams})
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
@@ -278,7 +279,9 @@ class Engine:
             raise RequestError(f"{self.info.name} has no tokenizer: give prompt_token_ids", param="prompts")
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"prompts holds {text!r}: give non-empty texts", param="prompts")
+                raise RequestError(
+                    f"prompts holds {text!r}: give non-empty texts, or token ids as prompt_token_ids", param="prompts"
+                )
         return list(texts), [self.tokenizer.encode(text) for text in texts]
 
     def _params(self, given: Any, count: int) -> list[SamplingParams]:

@@ -123,6 +123,9 @@ class TrainingEngine:
         if self._is_attached:
             raise ConfigError("a model is already attached; call detach() first")
         models = [model] if isinstance(model, nn.Module) else list(model)
+        for one in models:
+            if not isinstance(one, nn.Module):
+                raise ConfigError(f"attach() takes a module, or a list of modules; found {one!r}")
         sections: list[tuple[Attachment, MegatronGraphConfig]] = []
         if captures_model:
             sections.append((self._attachment(models, modules), self.config.megatron_graph_config()))

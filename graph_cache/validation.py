@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Self, TypeGuard, TypeVar
 
 P = ParamSpec("P")
@@ -45,15 +46,21 @@ def _keywords(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls).parameters)
 
 
-def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public method, so that its TypeError for an unknown keyword names the nearest argument."""
+def names_arguments(function: Callable[P, R], fields_of: Mapping[str, type] | None = None) -> Callable[P, R]:
+    """Decorate a public method, so that its TypeError for an unknown keyword names the nearest argument.
+
+    `fields_of` maps arguments to dataclasses: for a keyword that is a field of one, the error names that argument.
+    """
+    homes = {field.name: name for name, kind in (fields_of or {}).items() for field in dataclasses.fields(kind)}
     known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if not kwargs.keys() <= known:
             unknown = next(name for name in kwargs if name not in known)
-            raise TypeError(f"{function.__qualname__}() has no argument {unknown!r}{did_you_mean(unknown, known)}")
+            home = homes.get(unknown)
+            hint = f"; give {home}={{{unknown!r}: …}}" if home else did_you_mean(unknown, known)
+            raise TypeError(f"{function.__qualname__}() has no argument {unknown!r}{hint}")
         return function(*args, **kwargs)
 
     return checked

@@ -68,6 +68,7 @@ def test_an_unknown_keyword_names_the_nearest_field(made):
     ("call", "said"),
     [
         (lambda engine: engine.generate("red", sampling_parms={}), "'sampling_parms'; did you mean 'sampling_params'"),
+        (lambda engine: engine.generate("red", max_tokens=5), "'max_tokens'; give sampling_params={'max_tokens': …}"),
         (lambda engine: engine.update_weights({}, verison="b"), "'verison'; did you mean 'version'"),
         (lambda _: Engine(modle=None), "'modle'; did you mean 'model'"),
     ],

@@ -413,3 +413,8 @@ def test_quantised_and_mismatched_models_cannot_share_weights(llama, tmp_path):
 def test_an_unknown_argument_names_the_nearest_one():
     with training() as engine, pytest.raises(TypeError, match="no argument 'moduls'; did you mean 'modules'"):
         engine.attach(Layered(), moduls=["layers.0.attn"])
+
+
+def test_attach_takes_modules_only():
+    with training() as engine, pytest.raises(ConfigError, match="takes a module, or a list of modules; found 'model'"):
+        engine.attach(["model"])
