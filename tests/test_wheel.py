@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -48,3 +49,14 @@ def test_the_pages_are_read_from_the_wheel(wheel, tmp_path):
     assert run.returncode == 0, run.stderr
     place, _, document = run.stdout.partition("\n")
     assert place.startswith(str(wheel)) and document == status.DOCUMENT
+
+
+def test_the_installed_command_shows_the_version_of_pyproject(wheel, tmp_path):
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path)
+    subprocess.run([*install, wheel], check=True)
+    shown = subprocess.run(
+        [sys.executable, tmp_path / "bin/encore", "--version"], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert (shown.returncode, shown.stdout) == (0, f"encore {version}\n"), shown.stderr
