@@ -8,8 +8,8 @@ input folds its batch dimension only for a weight that requires a gradient, and 
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
@@ -28,53 +28,47 @@ def is_composite(func: torch._ops.OpOverload, device_types: frozenset[str]) -> b
 
 
 class DecomposingMode(TorchDispatchMode):
-    """A dispatch mode that can run a composite operation with the dispatch keys of the code around the mode."""
+    """A dispatch mode that can run a composite operation with the dispatch keys of the code that calls it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_decomposing = False
+        self._outer_keys: tuple[Any, Any] | None = None  # of the composite operation that is running
         self.ran_fused = False  # whether an operation of FUSED ran
-        self._keys = _current_keys()
-
-    def __enter__(self) -> Self:
-        if not self._is_decomposing:
-            self._keys = _current_keys()
-        return super().__enter__()
 
     def decompose(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the kernel of a composite operation, with its operations dispatched to this mode one by one."""
-        before = self._is_decomposing, self._keys
-        self._is_decomposing, self._keys = True, self._keys_inside(func)  # also of composite operations inside this one
+        before, keys = self._outer_keys, self._keys_inside(func)
+        self._outer_keys = keys  # also of composite operations inside this one
+        # Where autograd itself makes the results views, nothing is lost.
+        guard = nullcontext() if _registered(func, "ADInplaceOrView") else torch._C._ForceDispatchKeyGuard(*keys)
         try:
-            with self._guard(func), self:
+            with guard, self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         finally:
-            self._is_decomposing, self._keys = before
+            self._outer_keys = before
 
     def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not composite."""
         if func._schema.name in FUSED:
             self.ran_fused = True
-            with torch._C._ForceDispatchKeyGuard(*self._keys):
+            with torch._C._ForceDispatchKeyGuard(*self._calling_keys()):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _guard(self, func: torch._ops.OpOverload) -> AbstractContextManager:
-        if _registered(func, "ADInplaceOrView"):  # autograd itself makes the results views
-            return nullcontext()
-        return torch._C._ForceDispatchKeyGuard(*self._keys)
+    def _calling_keys(self) -> tuple[Any, Any]:
+        """Return the included and excluded dispatch keys of the code that called this operation."""
+        if self._outer_keys is not None:
+            return self._outer_keys
+        # As before the mode was reached: with autocast, if it is on.
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def _keys_inside(self, func: torch._ops.OpOverload) -> tuple[Any, Any]:
-        included, excluded = self._keys
+        included, excluded = self._calling_keys()
         for device, key in _AUTOCAST.items():
             if _registered(func, f"Autocast{device}"):  # its arguments are cast already
                 excluded = excluded.add(key)
         return included, excluded
-
-
-def _current_keys() -> tuple[Any, Any]:
-    """Return the included and excluded dispatch keys of the calling code."""
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def _registered(func: torch._ops.OpOverload, key: str) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from graph_cache.errors import GraphError
+from graph_cache.layout import copy_of
 from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.layout import copy_of
 
 
 class Lease:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from graph_cache.layout import copy_into, overlaps
 from graph_cache.torch_settings import AUTOCAST_DEVICES, Autocast, Settings, autocast_state, recreated, settings
-from graph_cache.training.layout import copy_into, overlaps
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
 # Exact types only: a subclass may define its own equality.

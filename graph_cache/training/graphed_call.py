@@ -18,6 +18,7 @@ from graph_cache.audit import storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.host_state import objects_with_tensors
+from graph_cache.layout import copy_into, copy_of, distinct
 from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
 from graph_cache.torch_settings import NO_AUTOCAST
@@ -39,7 +40,6 @@ from graph_cache.training.gradients import (
     leaves_of,
     storage_users,
 )
-from graph_cache.training.layout import copy_into, copy_of, distinct
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.reasons import OTHER_BACKWARD
 from graph_cache.training.side_effects import refuse_side_effects
@@ -76,7 +76,9 @@ class GraphedCall:
         self._stats = context.stats
         self._backward_key = backward
         self.inputs = list(inputs)
+        # Trained parameters, after the capture of the forward those that its outputs depend on, and their aliases.
         self.parameters = trainable(owner.scope)
+        self._leaves: list[Tensor] = []
         # Storages that the forward uses besides its inputs, by address: kept alive, since graphs read them by address.
         self.used: dict[int, torch.UntypedStorage] = {}
         # Places in Python state in which the forward stores results without history.
@@ -150,6 +152,11 @@ class GraphedCall:
         self._forward_graph.capture()
         self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
         self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
+        # The others get no gradient in eager: their hooks must not run, and data parallelism finds them unused.
+        reached = set(map(id, leaves_of(self.outputs)))
+        aliases = dict(zip(self.parameters, self._aliases.trainable, strict=True))
+        self.parameters = [parameter for parameter, alias in aliases.items() if id(alias) in reached]
+        self._leaves = [aliases[parameter] for parameter in self.parameters]
         self._replay_forward = self._forward_graph.bare_replay
         self._static_inputs = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
         if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
@@ -256,7 +263,7 @@ class GraphedCall:
             )
 
     def _run_backward(self) -> None:
-        leaves = self._aliases.trainable
+        leaves = self._leaves
         self.input_grads = self.parameter_grads = []
         writing = self._gradient_memory.writing_in_place() if self._gradient_memory is not None else nullcontext()
         outputs = [self.outputs[index] for index, _ in self.used_outputs()]
@@ -278,7 +285,7 @@ class GraphedCall:
         self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of the inputs and of the parameters, computed by autograd."""
-        wanted = [tensor for tensor in (*self.inputs, *self._aliases.trainable) if tensor.requires_grad]
+        wanted = [tensor for tensor in (*self.inputs, *self._leaves) if tensor.requires_grad]
         grads: list[Tensor | None] = list(
             torch.autograd.grad(
                 outputs,
@@ -298,18 +305,19 @@ class GraphedCall:
 
         The nested one uses the parameters and not their aliases, so the graph would miss their gradients.
         """
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
+        parameters = trainable(self._scope)
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
         try:
             yield
-            if any(parameter.grad is not None for parameter in self.parameters):
+            if any(parameter.grad is not None for parameter in parameters):
                 raise CaptureRefused(
                     f"the backward of {self.name} runs a nested backward, which adds to .grad outside the graph: "
                     "use torch.utils.checkpoint with use_reentrant=False, or leave this part out"
                 )
         finally:
-            for parameter, grad in zip(self.parameters, before, strict=True):
+            for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
 
     def _forward_statics(self) -> list[Tensor]:
@@ -385,7 +393,7 @@ class GraphedCall:
     def _eager_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward eager, on the history of the captured forward, whose saved tensors the replay has filled."""
         self._stats.fallbacks[self.name, "backward", OTHER_BACKWARD] += 1
-        leaves = self._aliases.trainable
+        leaves = self._leaves
         for leaf in leaves:
             if hasattr(leaf, ADDED):
                 setattr(leaf, ADDED, False)

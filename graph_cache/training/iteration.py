@@ -32,6 +32,7 @@ from graph_cache.host_reads import (
 )
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
+from graph_cache.layout import copy_of, overlaps
 from graph_cache.namespaces import Namespace
 from graph_cache.pool import GraphPool
 from graph_cache.process_state import ProcessState
@@ -51,7 +52,6 @@ from graph_cache.training.call import (
 )
 from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
-from graph_cache.training.layout import copy_of, overlaps
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
 from graph_cache.training.reasons import ARGUMENT_GRADIENT, ELSEWHERE, NO_MEMORY, OBJECT

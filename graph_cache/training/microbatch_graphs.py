@@ -19,11 +19,11 @@ from torch import Tensor
 
 from graph_cache.capture_state import CaptureState
 from graph_cache.errors import CaptureError, CaptureRefused
+from graph_cache.layout import distinct
 from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import BackwardKey, CallKey, Expected, is_sparse
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.layout import distinct
 from graph_cache.training.parameter_aliases import trainable
 from graph_cache.training.replay_order import ReplayOrder
 from graph_cache.training.shared_inputs import RecordedInputs, SharedInput

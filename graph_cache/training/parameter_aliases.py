@@ -31,6 +31,7 @@ class ParameterAliases:
         self._module = module
         self._aliases = {id(parameter): _alias(parameter) for parameter in module.parameters()}
         self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self._flat_weights: list[tuple[nn.RNNBase, list[Any], list[Any]]] = []
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -43,14 +44,28 @@ class ParameterAliases:
                 if parameter is not None:
                     self._replaced.append((registry, name, parameter))
                     registry[name] = self._aliases[id(parameter)]
-            _refresh_flat_weights(module)
+            if isinstance(module, nn.RNNBase):
+                self._replace_flat_weights(module)
 
     def __exit__(self, *exc_info: object) -> None:
         while self._replaced:
             owner, name, parameter = self._replaced.pop()
             owner[name] = parameter
-        for module in self._module.modules():
-            _refresh_flat_weights(module)
+        while self._flat_weights:
+            recurrent, weights, references = self._flat_weights.pop()
+            recurrent._flat_weights[:], recurrent._flat_weight_refs[:] = weights, references
+
+    def _replace_flat_weights(self, module: nn.RNNBase) -> None:
+        """Replace parameters in the second list that recurrent modules keep beside the registry, and references to it.
+
+        A forward that finds other parameters than those referenced flattens them, which moves them on a GPU. The list
+        itself is watched. Other tensors in it, which a user put there, stay.
+        """
+        weights, references = list(module._flat_weights), list(module._flat_weight_refs)
+        self._flat_weights.append((module, weights, references))
+        aliases = [self._aliases.get(id(weight), weight) for weight in weights]
+        module._flat_weights[:] = aliases
+        module._flat_weight_refs[:] = [None if alias is None else weakref.ref(alias) for alias in aliases]
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
@@ -84,14 +99,3 @@ class MainGrads(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-
-def _refresh_flat_weights(module: nn.Module) -> None:
-    """Update the second list of parameters that recurrent modules keep beside the registry, and their references.
-
-    A forward that finds other parameters than those referenced flattens them, which moves them on a GPU.
-    """
-    if isinstance(module, nn.RNNBase):
-        weights = [getattr(module, name, None) for name in module._flat_weights_names]
-        module._flat_weights[:] = weights  # the list itself is watched
-        module._flat_weight_refs[:] = [None if weight is None else weakref.ref(weight) for weight in weights]

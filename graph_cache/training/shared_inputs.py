@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graph_cache.training.layout import copy_of
+from graph_cache.layout import copy_of
 from graph_cache.training.replay_order import ReplayOrder
 
 

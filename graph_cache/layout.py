@@ -41,6 +41,10 @@ def copy_of(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous() and 1 not in tensor.shape:
         return tensor.clone(memory_format=torch.contiguous_format)
+    if overlaps(tensor):
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = tensor.as_strided((reach,), (1,), tensor.storage_offset()).clone()
+        return memory.as_strided(tensor.shape, tensor.stride())
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     distinct(copy).copy_(distinct(tensor))
     return copy
