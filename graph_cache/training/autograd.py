@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from graph_cache.errors import GraphError
 from graph_cache.layout import copy_of
@@ -140,6 +141,17 @@ def probe(
     called if the backward has a history itself (create_graph=True).
     """
     different = {id(tensor): tensor for tensor in tensors}
+    if len(tensors) > 1 and not any(tensor.is_leaf for tensor in tensors):
+        # A node between several results and the module would sum the parts of a gradient in another order.
+        def arrived(grads: Sequence[Tensor | None]) -> None:
+            lease.end()
+            if seen is not None:
+                seen(grads)
+            if torch.is_grad_enabled():
+                doubled()
+
+        register_multi_grad_hook(tensors, arrived)
+        return tuple(tensors)
     if len(different) == len(tensors):
         return _Probe.apply(lease, doubled, seen, *tensors)
     indices = [list(different).index(id(tensor)) for tensor in tensors]

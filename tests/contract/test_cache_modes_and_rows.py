@@ -79,6 +79,7 @@ ROWS = {
     "sum_over_rows": lambda x: x.sum(0),
     "softmax_over_rows": lambda x: x.softmax(0),
     "square": lambda x: x @ x.t(),
+    "mean_of_normalised_rows": lambda x: nn.functional.layer_norm(x, (4,)).square().mean().round(decimals=3),
 }
 
 
@@ -103,3 +104,45 @@ def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device):
     doubled, constant = run(x=x)
     assert torch.equal(doubled, x * 2) and torch.equal(constant, table + 1)
     assert cache.stats.replays
+
+
+@pytest.mark.parametrize("layout", ["expanded", "sliding", "sliced", "transposed"])
+def test_a_refused_call_computes_with_the_strides_of_its_inputs(pool, device, layout):
+    """The call that finds out about the refusal returns what it computed."""
+    memory = torch.randn(64, device=device)
+    x = {
+        "expanded": memory[:4].expand(4, 4),
+        "sliding": memory[:7].as_strided((4, 4), (1, 1)),
+        "sliced": memory[:32].view(4, 8)[:, ::2],
+        "transposed": memory[:16].view(4, 4).t(),
+    }[layout]
+    strides, calls = [], []
+
+    def fn(x):
+        strides.append(x.stride())
+        calls.append(None)  # refused
+        return x * 2.0
+
+    run = cache_of(pool, device).graphed("model", fn, INPUT, buckets=(4,))
+    assert torch.equal(run(x=x), x * 2.0) and strides[0] == x.stride()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.calls = nn.GRU(4, 4, batch_first=True), []
+
+    def forward(self, x):
+        self.calls.append(None)  # refused
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, None].expand(-1, 3, -1), [3] * len(x), batch_first=True)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.cell(packed)[1][0]
+
+
+def test_an_observed_run_of_a_composite_operation_is_in_its_autocast_region(pool, device):
+    torch.manual_seed(0)
+    model, x = Recurrent().to(device), torch.randn(4, 4, device=device)
+    run = cache_of(pool, device).graphed("model", model, INPUT, buckets=(4,), watch=model)
+    with torch.inference_mode():
+        expected = model(x)
+    assert torch.equal(run(x=x), expected)

@@ -116,3 +116,66 @@ def test_a_module_without_parameters_can_be_attached():
         model(x).sum().backward()
     assert sum(row["replays"] for row in engine.graphs()) > 0
     engine.detach()
+
+
+class Unused(Model):
+    """A parameter without influence on the result."""
+
+    def forward(self, x, scale: float = 1.0):
+        with torch.no_grad():
+            shift = self.second(x)
+        return self.first(x) * scale + shift
+
+
+def test_hooks_of_parameters_without_a_gradient_do_not_run(pool, device):
+    _, graphed = twins(Unused, device)
+    _, stats = attached(graphed, [""], pool)
+    seen = []
+    for name, parameter in graphed.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.append((name, grad is None)))
+    for _ in range(4):
+        graphed(torch.randn(4, WIDTH, device=device)).sum().backward()
+    assert stats.replays and set(seen) == {("first.weight", False), ("first.bias", False)}
+    assert graphed.second.weight.grad is None
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+def test_a_capture_keeps_tensors_put_into_the_weights_of_a_recurrent_module(pool, device):
+    eager, graphed = twins(Cell, device)
+    attached(graphed, [""], pool, warmup=1)
+    for model in (eager, graphed):
+        weights = model.cell._flat_weights
+        weights[0] = (weights[0].detach() + 1).requires_grad_()
+    for _ in range(4):
+        x = torch.randn(3, 2, WIDTH, device=device)
+        assert torch.equal(graphed(x), eager(x))
+
+
+class Pair(Model):
+    def forward(self, x, scale: float = 1.0):
+        x = self.first(x)
+        return x, x.square().mean()
+
+
+def test_a_gradient_of_a_gradient_of_several_results_equals_eager_while_warming_up(pool, device):
+    eager, graphed = twins(Pair, device)
+    attached(graphed, [""], pool, warmup=2)
+    for seed in range(2):
+        found = []
+        for model in (eager, graphed):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
+            first, second = model(x)
+            loss = first.sin().sum() + second
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + grad.square().sum()).backward()
+            found.append([x.grad, *[parameter.grad for parameter in model.parameters() if parameter.grad is not None]])
+        for wanted, got in zip(*found, strict=True):
+            assert torch.equal(got, wanted)

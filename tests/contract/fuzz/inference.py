@@ -87,7 +87,7 @@ def run_inference(
             outcome.reasons[f"raised: {str(error)[:60]}"] += 1
             outcome.log.add("refused", None)
         except Exception as error:
-            outcome.log.add("raised", f"{type(error).__name__}: {str(error)[:60]}")
+            outcome.log.add("raised", type(error).__name__)  # graphs may say in other words why
         if cache is not None:
             outcome.replays = sum(cache.stats.replays.values())
             for (_, _, reason), count in cache.stats.fallbacks.items():

@@ -230,7 +230,7 @@ def run_training(program: Program, device: torch.device, captured: bool) -> Outc
             outcome.reasons[f"raised: {str(error)[:60]}"] += 1
             outcome.log.add("refused", None)
         except Exception as error:
-            outcome.log.add("raised", f"{type(error).__name__}: {str(error)[:60]}")
+            outcome.log.add("raised", type(error).__name__)  # graphs may say in other words why
         finally:
             job.end()
             if engine is not None:
