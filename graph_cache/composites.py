@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C import DispatchKey
@@ -33,7 +33,13 @@ class DecomposingMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._outer_keys: tuple[Any, Any] | None = None  # of the composite operation that is running
+        self._keys = _current_keys()
         self.ran_fused = False  # whether an operation of FUSED ran
+
+    def __enter__(self) -> Self:
+        if self._outer_keys is None:
+            self._keys = _current_keys()
+        return super().__enter__()
 
     def decompose(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the kernel of a composite operation, with its operations dispatched to this mode one by one."""
@@ -56,12 +62,15 @@ class DecomposingMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _calling_keys(self) -> tuple[Any, Any]:
-        """Return the included and excluded dispatch keys of the code that called this operation."""
+        """Return the dispatch keys of the code that called this operation: with autocast, if it is on there."""
         if self._outer_keys is not None:
             return self._outer_keys
-        # As before the mode was reached: with autocast, if it is on.
+        included, excluded = self._keys
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-            return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+            _, now = _current_keys()
+        for key in _AUTOCAST.values():
+            excluded = excluded.add(key) if now.has(key) else excluded.remove(key)
+        return included, excluded
 
     def _keys_inside(self, func: torch._ops.OpOverload) -> tuple[Any, Any]:
         included, excluded = self._calling_keys()
@@ -69,6 +78,11 @@ class DecomposingMode(TorchDispatchMode):
             if _registered(func, f"Autocast{device}"):  # its arguments are cast already
                 excluded = excluded.add(key)
         return included, excluded
+
+
+def _current_keys() -> tuple[Any, Any]:
+    """Return the included and excluded dispatch keys of the calling code."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def _registered(func: torch._ops.OpOverload, key: str) -> bool:

@@ -38,6 +38,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.process_state import ProcessState
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
+from graph_cache.torch_settings import modes_active
 from graph_cache.training.call import (
     CallKey,
     Result,
@@ -54,7 +55,7 @@ from graph_cache.training.compiled import is_compiled, reached_from, without_com
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.reasons import ARGUMENT_GRADIENT, ELSEWHERE, NO_MEMORY, OBJECT
+from graph_cache.training.reasons import ARGUMENT_GRADIENT, ELSEWHERE, NO_MEMORY, OBJECT, TRANSFORM
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,9 @@ class CapturedIteration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration."""
+        if modes_active():
+            self._stats.fallbacks[self.name, SCOPE, TRANSFORM] += 1
+            return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
         if any(is_sparse(tensor) or overlaps(tensor) for tensor in tensors):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1

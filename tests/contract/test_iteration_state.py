@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, assert_same, iteration_of
@@ -465,3 +466,29 @@ def test_a_closure_that_changes_gets_another_graph(pool, device):
         expected.append(copy.deepcopy(model)(x).mul(scale).sum().detach())
     assert_same([results], [expected])
     assert sum(stats.captures.values()) == 2
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+@pytest.mark.parametrize("warm", [0, 4])
+def test_a_call_within_a_function_mode_runs_eager(pool, device, warm):
+    stats = CacheStats()
+    weight = nn.Parameter(torch.ones(4, device=device))
+
+    def step(x):
+        loss = torch.tanh(x * weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    run = iteration_of(pool, stats, step)
+    x = torch.ones(4, device=device)
+    for _ in range(warm):
+        run(x)
+    with Doubling():
+        found = run(x)
+    assert torch.equal(found, (2 * torch.tanh(x)).sum())
+    assert any(reason == "transform" for *_, reason in stats.fallbacks)
