@@ -44,6 +44,7 @@ from graph_cache.training.call import (
     Result,
     any_on_other_device,
     flatten_call,
+    is_lazy,
     is_sparse,
     lacks_memory,
     load,
@@ -171,7 +172,7 @@ class CapturedIteration:
             self._stats.fallbacks[self.name, SCOPE, TRANSFORM] += 1
             return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
-        if any(is_sparse(tensor) or overlaps(tensor) for tensor in tensors):
+        if any(is_sparse(tensor) or is_lazy(tensor) or overlaps(tensor) for tensor in tensors):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
         if any_on_other_device(tensors, self._pool.backend.device):

@@ -492,3 +492,15 @@ def test_a_call_within_a_function_mode_runs_eager(pool, device, warm):
         found = run(x)
     assert torch.equal(found, (2 * torch.tanh(x)).sum())
     assert any(reason == "transform" for *_, reason in stats.fallbacks)
+
+
+def test_lazy_views_of_other_values_run_eager(pool, device):
+    """A copy of a lazily negated tensor is computed with other kernels than the tensor."""
+    stats = CacheStats()
+    weight = nn.Parameter(torch.ones(4, device=device))
+    run = iteration_of(pool, stats, lambda x: (x * weight).sum().detach())
+    x = torch.complex(torch.ones(4), torch.ones(4)).to(device).conj().imag
+    assert x.is_neg()
+    for _ in range(4):
+        assert run(x) == -4
+    assert {reason for *_, reason in stats.fallbacks} == {"argument_without_memory"} and not stats.replays
