@@ -353,8 +353,8 @@ class AttachedModule:
                 module.training = training
 
     @contextmanager
-    def observing(self) -> Iterator[list[str]]:
-        """Observe an eager call: watch the Python state that it reads from now on.
+    def observing(self, objects: Sequence[Any] = ()) -> Iterator[list[str]]:
+        """Observe an eager call: watch the Python state that it reads from now on, also of `objects`, its arguments.
 
         Yields a list, filled after the block, of what it changed that can't be undone, such as iterators.
         """
@@ -364,7 +364,8 @@ class AttachedModule:
             return
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran
-        reads, state = Reads(), HostState(self.roots, ignored=self.ignored, ran=ran)
+        roots = [*self.roots, *[("argument", value) for value in objects]]
+        reads, state = Reads(), HostState(roots, ignored=self.ignored, ran=ran)
         with self.versions.extended() as versions:
             with reads.observing():
                 yield irreversible
@@ -373,7 +374,7 @@ class AttachedModule:
             state.changes(lambda tensor: True)
             versions.exclude(state.changed - state.created, made=bool(state.created))
             names = self.ran.names_to_follow
-            versions.add(reachable(self.roots, ignored=self.ignored, ran=self.ran, names=names), self.ran)
+            versions.add(reachable(roots, ignored=self.ignored, ran=self.ran, names=names), self.ran)
 
     def ambient_state(self) -> Hashable:
         """Return the current ambient state of a call."""

@@ -188,7 +188,8 @@ class CapturedIteration:
         if captured is not None and self._addresses_unchanged(captured):
             captured.last_call = self._calls
             return self._replay(captured, tensors)
-        if objects_with_tensors(objects_of(key), without=(nn.Module, Optimizer)):
+        objects = [value for value in objects_of(key) if not isinstance(value, (nn.Module, Optimizer))]
+        if objects_with_tensors(objects, without=(nn.Module, Optimizer)):
             self._stats.fallbacks[self.name, SCOPE, OBJECT] += 1
             return self._eager(args, kwargs)
         self._warn_of_settings(signature)
@@ -196,7 +197,7 @@ class CapturedIteration:
         if not state.may_capture:
             self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1
             state.count_warmup()
-            result = self._eager(args, kwargs, tensors=None if state.failed else tensors)
+            result = self._eager(args, kwargs, tensors=None if state.failed else tensors, objects=objects)
             self._watch_more(signature)
             return result
         return self._capture(signature, state, key, tensors, args, kwargs)
@@ -379,21 +380,27 @@ class CapturedIteration:
             self._forget([signature for signature, state in self._states.items() if not state.failed])
         return False
 
-    def _eager(self, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor] | None = None) -> Any:
-        """Run the step. Given its tensor arguments, observe what it uses and changes."""
+    def _eager(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor] | None = None,
+        objects: Sequence[Any] = (),
+    ) -> Any:
+        """Run the step. Given its tensor arguments, observe what it uses and changes, also of `objects`, the others."""
         if not self._ran_eager:  # first call: the capture stream can't use memory cached for other streams
             self._ran_eager = True
             self._pool.trim()
-        observed = nullcontext() if tensors is None else self._observing(tensors)
+        observed = nullcontext() if tensors is None else self._observing(tensors, objects)
         # On the capture stream: autograd ties grad accumulators to the stream of their first use.
         with self._pool.backend.on_capture_stream(), observe_steps(self._register_optimizer), observed:
             result, outputs = Result.of(self._step(*args, **kwargs))
         return result.build([output.detach() for output in outputs])
 
     @contextmanager
-    def _observing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def _observing(self, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
-        state, process = self._whole_state(), ProcessState(self._generators)
+        state, process = self._whole_state(objects), ProcessState(self._generators)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
             found = state.changes(lambda tensor: True) if self._checks_attributes else []
@@ -437,7 +444,7 @@ class CapturedIteration:
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
         names = self._ran.names_to_follow
-        namespaces = reachable(self._host_roots(), without=(Optimizer,), ran=self._ran, names=names)
+        namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=self._ran, names=names)
         self._watch.add(namespaces, self._ran)
         gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}
         self._read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
@@ -448,16 +455,16 @@ class CapturedIteration:
             return self._whole_state()
         return HostState([(f"{type(module).__name__}._buffers", module._buffers) for module in self._known_modules()])
 
-    def _whole_state(self) -> HostState:
-        """Return the current Python state that is reachable."""
+    def _whole_state(self, objects: Sequence[Any] = ()) -> HostState:
+        """Return the current Python state that is reachable, also from these arguments."""
         ran = ANY_CODE if self._ran is None else self._ran
-        return HostState(self._host_roots(), libraries=False, ignored=self._generators, ran=ran)
+        return HostState(self._host_roots(objects), libraries=False, ignored=self._generators, ran=ran)
 
-    def _host_roots(self) -> list[tuple[str, Any]]:
+    def _host_roots(self, objects: Sequence[Any] = ()) -> list[tuple[str, Any]]:
         """Return the objects from which Python state is searched that the step reads or changes."""
         modules = [(type(module).__name__, module) for module in self._roots]
         optimizers = [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers.values()]
-        return [("step", self._step), *modules, *optimizers]
+        return [("step", self._step), *modules, *optimizers, *[("argument", value) for value in objects]]
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]

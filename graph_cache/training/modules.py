@@ -374,7 +374,7 @@ class TrainingGraphs:
         self.stats.fallbacks[attached.name, "forward", WARMING_UP] += 1
         graphs, index = recorded.record(signature, tensors, args, kwargs)
         try:
-            with attached.observing() as irreversible:
+            with attached.observing(objects_of(signature[1])) as irreversible:
                 value = self._run_eager(attached, args, kwargs)
             result, outputs = Result.of(value)
         except BaseException:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -106,3 +109,69 @@ def test_objects_with_tensors_keep_an_iteration_eager(pool, device, where):
         logs.append(job(model, loss_of, device))
     assert_same(*logs)
     assert not stats.replays
+
+
+class Numbers(list):
+    """A list that pytree does not know."""
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = 1.0
+
+
+def set_scale(held):
+    held.scale = 2.0
+
+
+def set_first(held):
+    held[0] = 2
+
+
+# An argument, how the forward reads it, and its change in place.
+IN_PLACE = {
+    "attribute": (lambda: SimpleNamespace(scale=1.0), lambda held: held.scale, set_scale),
+    "slot": (Slotted, lambda held: held.scale, set_scale),
+    "list subclass": (lambda: Numbers([1.0]), itemgetter(0), set_first),
+    "bytearray": (lambda: bytearray([1]), itemgetter(0), set_first),
+    "numpy": (lambda: numpy.ones(2), lambda held: float(held[0]), set_first),
+}
+
+
+@pytest.mark.parametrize("api", ["module", "iteration"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_object_that_changes_in_place_is_noticed(pool, device, name, api):
+    make, read, change = IN_PLACE[name]
+
+    class Scaled(nn.Linear):
+        def forward(self, x, held):
+            return super().forward(x) * read(held)
+
+    logs, replays = [], []
+    for model, captures in zip(twins(lambda: Scaled(WIDTH, WIDTH), device), (False, True), strict=True):
+        held, stats, calls = make(), CacheStats(), 0
+
+        def step(x, held, model=model):
+            loss = model(x, held).pow(2).mean()
+            loss.backward()
+            return loss.detach()
+
+        if captures and api == "module":
+            _, stats = attached(model, [""], pool)
+        run = iteration_of(pool, stats, step) if captures and api == "iteration" else step
+
+        def loss_of(model, x, run=run, held=held, stats=stats):
+            nonlocal calls
+            calls += 1
+            if calls == STEPS // 2:
+                replays.append(sum(stats.replays.values()))
+                change(held)
+            return run(x, held)
+
+        logs.append(job(model, loss_of, device))
+        replays.append(sum(stats.replays.values()))
+    assert_same(*reversed(logs))
+    before, after = replays[2:]
+    assert 0 < before < after, "replays before the change, and after a new warm-up"
