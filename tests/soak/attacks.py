@@ -94,14 +94,25 @@ class Campaign:
         return [sys.executable, "-m", "server.cli", "serve", *model, "--port", "0", *self.flags, *flags]
 
     @contextmanager
-    def server(self, *flags: str, wait: bool = True, stderr: int | None = None) -> Iterator[Serving]:
-        """Run a server, which logs to a file or to `stderr`. On exit, kills it and waits for all its processes."""
+    def server(
+        self,
+        *flags: str,
+        wait: bool = True,
+        stderr: int | None = None,
+        preexec: Callable[[], None] | None = None,
+    ) -> Iterator[Serving]:
+        """Run a server, which logs to a file or to `stderr`. On exit, kills it and waits for all its processes.
+
+        `preexec` runs in the new process before the command.
+        """
         port = free_port()
         model = [] if self.model is None else ["--model", self.model]
         command = [sys.executable, "-m", "server.cli", "serve", *model, "--port", str(port), *self.flags, *flags]
         log = self.folder / f"server-{next(self._numbers)}.log"
         with log.open("wb") as lines:
-            process = subprocess.Popen(command, stderr=lines if stderr is None else stderr, env=ENVIRONMENT)
+            process = subprocess.Popen(
+                command, stderr=lines if stderr is None else stderr, env=ENVIRONMENT, preexec_fn=preexec
+            )
         url = f"http://127.0.0.1:{port}"
         try:
             if wait:
@@ -217,12 +228,71 @@ class Campaign:
             cell.idle = until_idle(server)
         return cell
 
+    def engine_killed_loading(self) -> Cell:
+        """SIGKILL of the engine while it starts for the first time, which ends the server with an error."""
+        cell = Cell("engine_killed: loading", (self.engine_killed_loading.__doc__ or "").strip())
+        with self.server(wait=False) as server:
+            wait_for(lambda: len(processes_of(server.process.pid)) > 1, "the engine's start", 60)
+            time.sleep(0.5)  # in its imports
+            left = processes_of(server.process.pid)
+            os.kill(server.engine_pid, signal.SIGKILL)
+            began = time.monotonic()
+            status = server.process.wait(60)
+            wait_for(lambda: not any(map(runs, left)), "the processes' end", 60)
+            cell.idle, cell.load = time.monotonic() - began, os.getloadavg()[0]
+            if not status:
+                cell.faults.append("exit status 0")
+        return cell
+
+    def engine_killed_warm_up(self) -> Cell:
+        """SIGKILL of the engine while it captures graphs in the background."""
+        cell = Cell("engine_killed: warm-up", (self.engine_killed_warm_up.__doc__ or "").strip())
+        with self.server() as server:
+            if not pending(server.url):
+                cell.faults.append("all graphs were captured before the kill")
+            os.kill(server.engine_pid, signal.SIGKILL)
+            cell.after_kill = wait_for(lambda: ask(server.url, "POST", "/v1/completions", GOOD) == 200, "an answer", 60)
+            cell.load, cell.idle = os.getloadavg()[0], until_idle(server)
+        return cell
+
+    def worker_killed(self) -> Cell:
+        """SIGKILL of one of two API workers while both serve."""
+        cell = Cell("worker_killed", (self.worker_killed.__doc__ or "").strip())
+        with self.server("--http-workers", "2") as server:
+            workers = [pid for pid in server.child_pids() if pid != server.engine_pid]
+            idle = resident(server.process.pid)
+            with Watch(server.url, server.process.pid) as watch:
+                time.sleep(1)
+                killed = time.monotonic()
+                os.kill(workers[0], signal.SIGKILL)
+                wait_for(lambda: any(at > killed for at, _ in watch.good), "a good request", 60)
+                wait_for(lambda: not runs(workers[0]) and len(server.child_pids()) > len(workers), "a replacement", 60)
+                time.sleep(1)
+            broken = [status for _, status in watch.failed if status is not None]  # None: on the killed worker
+            watch.failed, watch.health_failures = [], max(0, watch.health_failures - len(watch.failed) - 1)
+            self.take(cell, watch, idle)
+            if broken:
+                cell.faults.append(f"good requests failed with {broken}")
+            cell.idle = until_idle(server)
+        return cell
+
+    def closed_stderr(self) -> Cell:
+        """Standard error closed: serve, then end with status 0 at SIGTERM."""
+        cell = Cell("closed_stderr", (self.closed_stderr.__doc__ or "").strip())
+        with self.server(preexec=lambda: os.close(2)) as server:
+            server.process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            status = server.process.wait(60)
+            cell.idle, cell.load = time.monotonic() - began, os.getloadavg()[0]
+            if status:
+                cell.faults.append(f"exit status {status}")
+        return cell
+
     def main_killed(self, phase: str) -> Cell:
         """SIGKILL of the main process."""
         cell = Cell(f"main_killed: {phase}", (self.main_killed.__doc__ or "").strip())
         flags = ["--warmup", "full"] if phase == "warm-up" else []
-        early = phase in ("loading", "warm-up")
-        with self.server(*flags, wait=not early) as server, ExitStack() as stack:
+        with self.server(*flags, wait=phase not in ("loading", "warm-up")) as server, ExitStack() as stack:
             pid = server.process.pid
             if phase == "loading":
                 wait_for(lambda: len(processes_of(pid)) > 1, "the engine's start", 60)
@@ -252,7 +322,9 @@ class Campaign:
         yield from self.over_http([name for name in ATTACKS if wanted(name)])
         others: list[tuple[str, Callable[[], Cell]]] = [
             ("pipe", self.pipe), ("full_disk", self.full_disk), ("read_only", self.read_only),
-            ("engine_killed", self.engine_killed),
+            ("engine_killed", self.engine_killed), ("engine_killed", self.engine_killed_loading),
+            ("engine_killed", self.engine_killed_warm_up), ("worker_killed", self.worker_killed),
+            ("closed_stderr", self.closed_stderr),
         ]  # fmt: skip
         yield from (run() for name, run in others if wanted(name))
         yield from (self.main_killed(phase) for phase in PHASES if wanted("main_killed"))

@@ -42,13 +42,15 @@ class Serving:
     @property
     def engine_pid(self) -> int:
         """The engine's process id: the server's child with the most resident memory."""
-        pid = self.process.pid
-        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return max(self.child_pids(), key=resident)
+
+    def child_pids(self) -> list[int]:
+        """Return the process ids of the server's children."""
         children: list[int] = []
-        for task in tasks:
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
                 children += map(int, (task / "children").read_text().split())
-        return max(children, key=resident)
+        return children
 
     def memory(self) -> dict[str, int]:
         """Return the resident bytes of server and engine."""

@@ -64,6 +64,18 @@ def test_a_killed_engine_is_replaced_in_time(campaign: Campaign) -> None:
     assert faults(campaign.engine_killed()) == []
 
 
+def test_a_server_whose_engine_is_killed_at_its_first_start_ends_with_an_error(campaign: Campaign) -> None:
+    assert faults(campaign.engine_killed_loading()) == []
+
+
+def test_a_killed_api_worker_is_replaced_and_requests_go_on(campaign: Campaign) -> None:
+    assert faults(campaign.worker_killed()) == []
+
+
+def test_a_server_without_standard_error_serves_and_ends_with_0(campaign: Campaign) -> None:
+    assert faults(campaign.closed_stderr()) == []
+
+
 @pytest.mark.parametrize("phase", ["loading", "streaming"])
 def test_no_process_is_left_when_the_main_process_is_killed(campaign: Campaign, phase: str) -> None:
     assert faults(campaign.main_killed(phase)) == []
