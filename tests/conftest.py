@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in marked:
         if not (INTERPRETED and "interpretable" in item.keywords):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a module whose tests leave a child process or a setting of Encore in the environment."""
+    settings = encore_settings()
+    yield
+    children = sys.modules.get("engine.utils.processes.child")
+    assert children is None or children.running_children() == []
+    assert encore_settings() == settings
+
+
+def encore_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ENCORE_")}
 
 
 @pytest.fixture

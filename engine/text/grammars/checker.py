@@ -16,11 +16,15 @@ START_SECONDS = 60.0
 
 
 class GrammarChecker:
-    """One checking process, started for the first check and again after one that was killed. Use it in one thread."""
+    """One checking process, started for the first check and again after one that was killed.
+
+    Only `stop` may be called from another thread.
+    """
 
     def __init__(self, source: VocabularySource, seconds: float = CHECK_SECONDS):
         self._source, self._seconds = source, seconds
         self._child: ChildProcess | None = None
+        self._stopped = False
 
     def check(self, outputs: StructuredOutputs) -> str:
         """Return the constraint's grammar for llguidance.
@@ -43,6 +47,13 @@ class GrammarChecker:
             raise outputs.error(reason)
         return grammar
 
+    def stop(self) -> None:
+        """Kill the process, for good. A check that runs fails; `close` must follow."""
+        self._stopped = True
+        child = self._child
+        if child is not None:
+            child.kill()
+
     def close(self) -> None:
         """End the process. A later check starts another."""
         if self._child is not None:
@@ -55,6 +66,8 @@ class GrammarChecker:
         child = self._child = ChildProcess(
             "the grammar checker", "engine.text.grammars.check_main:main", self._source
         )  # named, not imported: this process needs none of its modules
+        if self._stopped:  # before this thread had a child to kill
+            child.kill()
         try:
             if not child.pipe.poll(START_SECONDS):
                 raise EngineError(f"the grammar checker did not start within {START_SECONDS:g} s")

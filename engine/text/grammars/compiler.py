@@ -37,6 +37,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
         self._idle: queue.SimpleQueue[GrammarChecker] = queue.SimpleQueue()
         self._checkers: list[GrammarChecker] = []
+        self._closed = False
         self._vocabulary: LLTokenizer | None = None
 
     def compile(self, outputs: StructuredOutputs) -> Future[CompiledGrammar]:
@@ -59,10 +60,13 @@ class GrammarCompiler:
         """Stop the threads and the checking processes. Constraints that still wait are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            checkers, self._checkers = self._checkers, []
+            self._closed = True
+            checkers = list(self._checkers)
         for checker in checkers:
-            checker.close()
+            checker.stop()
         self._threads.shutdown(wait=True)
+        for checker in self._checkers:
+            checker.close()
 
     def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
         vocabulary = self._load_vocabulary()
@@ -92,6 +96,8 @@ class GrammarCompiler:
             checker = GrammarChecker(self.source, self._seconds)
             with self._lock:
                 self._checkers.append(checker)
+                if self._closed:
+                    checker.stop()
             return checker
 
     def _forget_failed(self, outputs: StructuredOutputs, done: Future[CompiledGrammar]) -> None:

@@ -90,7 +90,7 @@ TABLE: dict[str, Any] = {}
 TENSOR: torch.Tensor | None = None
 TRAINED: torch.Tensor | None = None
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
-VARIABLE = "ENCORE_FUZZ_SCALE"
+VARIABLE = "FUZZ_SCALE"
 
 
 class Registry:

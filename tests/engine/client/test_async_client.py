@@ -332,11 +332,11 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
 
     monkeypatch.setattr(EngineLoop, "hold", hold, raising=False)
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
-        client.hang_seconds = 0.6
         held = asyncio.create_task(client.ask("hold"))
         waiting = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(9)))
         await until(entered.is_set, "the hang")
         assert client.health().ready
+        client.hang_seconds = 0.6
         await until(lambda: not client.health().ready, "the hang to show", 3)
         assert client.health().alive and "not reported" in client.health().reason
         release.set()

@@ -86,7 +86,7 @@ def test_a_connection_that_reads_nothing_is_reset_in_time(start_server, stream):
         server, "/generate", STREAM | ALTERNATIVES | {"sampling_params": wanted, "stream": stream}
     ) as connection:
         server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the engine's end", 60)
-        time.sleep(1.5)
+        server.wait(lambda: server.service.unanswered == 0, "the reset", 30)
         with pytest.raises(ConnectionResetError):
             whole(connection)
     assert server.service.unanswered == server.service.in_flight == 0

@@ -67,6 +67,18 @@ def test_closing_ends_the_checking_processes(source):
     assert len(running_children()) == before
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 1.0])
+def test_closing_while_checks_start_ends_their_processes(source, seconds):
+    before = len(running_children())
+    compiler = GrammarCompiler(source, max_workers=4)
+    futures = [compiler.compile(StructuredOutputs(regex=f"a{{{n}}}")) for n in range(1, 9)]
+    time.sleep(seconds)
+    began = time.monotonic()
+    compiler.close()
+    assert len(running_children()) == before and time.monotonic() - began < 5
+    assert all(future.done() for future in futures)
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
