@@ -57,7 +57,8 @@ class FunctionState:
     def current(self) -> Hashable:
         """Return the modes of the process and the values that a capture bakes in now."""
         modes = [module.training for module in self._modules]
-        return autocast_state(), settings(), *modes, hooks_of(self._modules), self._versions.current()
+        kinds = map(type, self._modules)
+        return autocast_state(), settings(), *modes, *kinds, hooks_of(self._modules), self._versions.current()
 
     def observe(self, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any, str]:
         """Run, and return whether its effects were kept, its result, and why it can't be captured (empty if it can).

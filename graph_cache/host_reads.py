@@ -42,6 +42,8 @@ MAX_WATCHED_BYTES = 4096  # of larger buffers likewise
 MAX_VERSIONS = 64  # values of one Watch that are told apart
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # watched elsewhere, or registries
 UNWATCHED = MODULE_ATTRIBUTES - set(REGISTRIES)
+TENSORS = ("_parameters", "_buffers")  # registries
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = [
     torch_hooks._global_forward_hooks,
     torch_hooks._global_forward_pre_hooks,
@@ -210,12 +212,13 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
 class Watch:
     """The current values of Python state that a run may read. Checked at every call, so it loops in C.
 
-    Tensors are not watched: an AddressBook compares their addresses. `modules` are those whose modes and hooks are
-    watched elsewhere.
+    Tensors are not watched: an AddressBook compares their addresses. `modules` are those whose modes, hooks and
+    children are watched elsewhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self._modules = {id(one) for module in modules for one in _modes_and_hooks(module)}
+        self.leave_out(modules)
+        self._hooks: list[dict[int, Any]] = []  # of all other modules
         self._owners: list[Any] = []
         self._keys: list[Any] = []
         self._cells: list[types.CellType] = []
@@ -233,6 +236,10 @@ class Watch:
         self._sizes: list[Any] = []  # and contents
         self._variables: dict[Any, Any] = {}
         self._signature: tuple[Any, ...] = ()
+
+    def leave_out(self, modules: Iterable[nn.Module]) -> None:
+        """Add no mode, hook or child of these modules from now on, and of no others: they are watched elsewhere."""
+        self._modules = {id(one) for module in modules for one in _modes_and_registries(module)}
 
     def exclude(self, values: set[tuple[int, Any]]) -> None:
         """Stop watching these values, each (id of the container, key): the run itself changes them."""
@@ -278,8 +285,11 @@ class Watch:
                 self._known.add((where, MISSING))
                 if not any(changed == where for changed, _ in self._excluded):
                     self._add_container(namespace)
+            if isinstance(namespace, Attributes) and HOOKS[0] in container and where not in self._modules:
+                if self._is_new(where, HOOKS):
+                    self._hooks += [container[name] for name in HOOKS]
             if isinstance(namespace, Items) and (
-                namespace.path.endswith(REGISTRIES) or len(namespace.keys()) > MAX_SINGLE_ITEMS
+                self._has_watched_items(namespace) or len(namespace.keys()) > MAX_SINGLE_ITEMS
             ):
                 continue
             if isinstance(namespace, Globals) and namespace.code is not None:
@@ -308,11 +318,15 @@ class Watch:
             self._sized[where] = container
             return
         keys = self._sized[where] = namespace.keys()
-        if not namespace.path.endswith(REGISTRIES):
+        if not self._has_watched_items(namespace):
             if isinstance(container, dict) and len(keys) <= MAX_WATCHED_ITEMS:
                 self._ordered[where] = keys
             if MAX_SINGLE_ITEMS < len(keys) <= MAX_WATCHED_ITEMS:
                 self._large[where] = dict.values(container) if isinstance(container, dict) else container
+
+    def _has_watched_items(self, namespace: Namespace) -> bool:
+        """Whether an AddressBook watches the items: tensors, and the children of modules given at first."""
+        return namespace.path.endswith(TENSORS) or id(namespace.container) in self._modules
 
     def _is_watched(self, namespace: Namespace) -> bool:
         """Whether the values of this namespace are watched: small buffers, and all but state that runs advance."""
@@ -349,6 +363,8 @@ class Watch:
             sizes += [namespace.read()["contents"] for namespace in self._contents]
         if self._absent:
             sizes += [name in container for container, name in self._absent]
+        if self._hooks:
+            sizes += map(tuple, self._hooks)
         if (
             len(now) != len(self._seen)
             or not all(map(is_, now, self._seen))
@@ -368,10 +384,10 @@ class Watch:
 _function_parts = attrgetter(*FunctionParts.PARTS)
 
 
-def _modes_and_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the attributes of a module and its dictionaries of hooks."""
+def _modes_and_registries(module: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of a module and its dictionaries of hooks, parameters, buffers and children."""
     yield vars(module)
-    for name in UNWATCHED & vars(module).keys():
+    for name in MODULE_ATTRIBUTES & vars(module).keys():
         yield vars(module)[name]
 
 
@@ -486,14 +502,14 @@ def gradient_hooks_of(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
     return tuple([(index, *(first or ()), *(second or ())) for index, (first, second) in both if first or second])
 
 
-_registries = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_registries = attrgetter(*HOOKS)
 _gradient_hooks, _accumulation_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Versions:
     """A number for the current values of a Watch, which stays the same when more values are watched.
 
-    `modules` are those whose modes and hooks are watched elsewhere.
+    `modules` are those whose modes, hooks and children are watched elsewhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:

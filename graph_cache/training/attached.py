@@ -295,6 +295,7 @@ class AttachedModule:
             self.hooks_inside,
             *trained,
             *[module.training for module in self.submodules],
+            *map(type, self.submodules),
             *current_numbers(self.float_owners, self.float_names),
             self.versions.current(),
         )

@@ -240,14 +240,14 @@ class CapturedIteration:
     def _state(self) -> tuple[Any, ...]:
         """Return the model state that a graph bakes in.
 
-        Module modes, requires_grad, which parameters have a gradient or share one, Python state that the step reads,
-        and optimizer settings.
+        Modes and classes of modules, requires_grad, which parameters have a gradient or share one, Python state that
+        the step reads, and optimizer settings.
         """
         parameters, ids = self._all_parameters(), {id(None): 0}
         grads = [ids.setdefault(id(parameter.grad), len(ids)) for parameter in parameters]
         known = self._known_modules()
         return (
-            tuple([module.training for module in known]),
+            tuple(zip([module.training for module in known], map(type, known), strict=True)),
             tuple([parameter.requires_grad for parameter in parameters]),
             tuple(grads),
             (self._watch.signature(), hooks_of(known), gradient_hooks_of(parameters)),
@@ -445,6 +445,7 @@ class CapturedIteration:
             self._watch.exclude(state.changed)
         names = self._ran.names_to_follow
         namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=self._ran, names=names)
+        self._watch.leave_out(self._known_modules())
         self._watch.add(namespaces, self._ran)
         gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}
         self._read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)

@@ -27,7 +27,7 @@ from graph_cache.cache import GraphCache
 from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, attached, iteration_of
 
-VARIABLE = "ENCORE_TEST_SCALE"
+VARIABLE = "CONTRACT_TEST_SCALE"
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 TABLE = {"scale": 1.0}
 STEPS, CHANGED = 8, 5
@@ -123,19 +123,21 @@ def state_outside(monkeypatch):
     CONTEXT.reset(token)
 
 
-def job(api, change, captures, pool, device, stats):
-    """Return the results of all steps, with a change before the step CHANGED."""
+def job(api, change, captures, pool, device, stats, earlier=None):
+    """Return the results of all steps, with a change before the step CHANGED; with `earlier`, that one, then both."""
+    changes = [change] if earlier is None else [earlier, change]
     torch.manual_seed(0)
     model, log = Model().to(device), []
     call = model
     if captures and api == "module":
         graphs, found = attached(model, [""], pool)
         stats.append(found)
-    elif captures and api == "function":
+    elif captures and api in ("function", "unwatched function"):
         model.eval()
         cache = GraphCache(pool=pool)
         specs = {"x": BufferSpec(("batch", WIDTH), torch.float32)}
-        call = cache.graphed("model", lambda x: model(x), specs, buckets=(4,), watch=model)
+        watched = model if api == "function" else None
+        call = cache.graphed("model", lambda x: model(x), specs, buckets=(4,), watch=watched)
         stats.append(cache.stats)
     if api == "iteration":
 
@@ -149,11 +151,11 @@ def job(api, change, captures, pool, device, stats):
         if captures:
             stats.append(CacheStats())
             call = iteration_of(pool, stats[0], step)
-    for index in range(STEPS):
-        if index == CHANGED:
-            change(model)
+    for index in range(STEPS * len(changes)):
+        if index % STEPS == CHANGED:
+            changes.pop(0)(model)
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
-        with torch.inference_mode(api == "function"):
+        with torch.inference_mode(api.endswith("function")):
             out = call(x)
         if api == "module":
             out.pow(2).mean().backward()
@@ -303,6 +305,68 @@ def test_a_change_in_any_place_that_is_read_is_noticed(pool, device, name, api, 
     found, wanted = job(api, change, True, pool, device, stats), job(api, change, False, pool, device, [])
     globals().pop("ABSENT", None)
     vars(nn.functional).pop("encore_test", None)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert sum(stats[0].replays.values()) >= 1
+
+
+class Tree(nn.Module):
+    """Modules in all containers, each of which a change replaces, extends or alters."""
+
+    def __init__(self):
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
+        self.net = nn.Sequential(inner, nn.BatchNorm1d(WIDTH).eval())
+        self.list = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.dict = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x):
+        x = self.net(x)
+        for layer in (*self.list, *self.dict.values()):
+            x = layer(x)
+        return x
+
+
+def linear(**options):
+    return nn.Linear(WIDTH, WIDTH, **options)
+
+
+TREE_CHANGES = {
+    "child": lambda model: setattr(model.net[0], "0", linear()),
+    "subtree": lambda model: setattr(model.net, "0", nn.Sequential(linear())),
+    "removed child": lambda model: delattr(model.net[0], "1"),
+    "item of a list": lambda model: model.list.append(linear()),
+    "item of a dict": lambda model: model.dict.update({"b": linear()}),
+    "class": lambda model: setattr(model.net[0][1], "__class__", nn.Tanh),
+    "mode": lambda model: model.net[1].train(),
+    "forward hook": lambda model: model.net[0].register_forward_hook(lambda module, args, out: 2 * out),
+    "forward pre-hook": lambda model: model.net[0][0].register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "parameter": lambda model: setattr(model.net[0][0], "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
+    "parameter's data": lambda model: setattr(model.net[0][0].weight, "data", torch.ones(WIDTH, WIDTH)),
+    "no bias": lambda model: setattr(model.net[0][0], "bias", None),
+    "buffer": lambda model: setattr(model.net[1], "running_mean", torch.ones(WIDTH)),
+}
+
+
+@pytest.mark.parametrize("after", ["", "after another"])
+@pytest.mark.parametrize("api", ["module", "iteration", "function", "unwatched function"])
+@pytest.mark.parametrize("name", TREE_CHANGES)
+def test_a_change_in_the_tree_of_modules_is_noticed(pool, device, name, api, after, monkeypatch):
+    if name == "class" and api == "unwatched function":
+        pytest.skip("classes of modules are compared only for modules in watch")
+
+    def changed(alter):
+        def change(model):
+            torch.manual_seed(1)
+            alter(model)
+            model.to(device)
+
+        return change
+
+    monkeypatch.setattr(f"{__name__}.Model", Tree)
+    stats, earlier = [], changed(TREE_CHANGES["child"]) if after else None
+    found, wanted = (
+        job(api, changed(TREE_CHANGES[name]), captures, pool, device, stats, earlier) for captures in (True, False)
+    )
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
     assert sum(stats[0].replays.values()) >= 1
 

@@ -65,13 +65,16 @@ def run_inference(
                     tensors = _tensors(step, number, part, device, has_ids)
                     with contexts(_possible(step.contexts), model, device):
                         if cache is not None:
-                            bucket = None
+                            site, unpadded = cache.sites["model"], False
+                            observed = set(site.observed)
                             try:
                                 result = call(**tensors)
+                            except Exception:
+                                unpadded = site.observed > observed  # an observed call runs its rows alone
+                                raise
                             finally:
                                 bucket = cache.plan("model", step.rows).bucket
-                                refused = cache.sites["model"].refusal
-                                outcome.decisions.append(None if refused else bucket)
+                                outcome.decisions.append(None if site.refusal or unpadded else bucket)
                         else:
                             bucket = decisions[index] if decisions and index < len(decisions) else None
                             result = _eager(function, tensors, bucket)

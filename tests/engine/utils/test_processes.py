@@ -27,8 +27,14 @@ ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 20.0
 
 
+@pytest.fixture(scope="module")
+def others() -> set[ChildProcess]:
+    """The children that other tests of the run keep."""
+    return set(running_children())
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., ChildProcess]]:
+def start(others: set[ChildProcess]) -> Iterator[Callable[..., ChildProcess]]:
     """Start children that are killed after the test."""
     started: list[ChildProcess] = []
 
@@ -41,7 +47,7 @@ def start() -> Iterator[Callable[..., ChildProcess]]:
         child.kill()
         child.wait()
         child.pipe.close()
-    assert running_children() == []
+    assert set(running_children()) == others
 
 
 def receive(child: ChildProcess) -> object:
@@ -66,13 +72,14 @@ def wait_for_end(pid: int, seconds: float = 5.0) -> None:
 # ---- one child -----------------------------------------------------------------------------------------------------
 
 
-def test_a_child_gets_its_arguments_and_returns_0(start):
+def test_a_child_gets_its_arguments_and_returns_0(start, others):
     child = start(children.echo, "a", {"b": 1})
-    assert receive(child) == ("a", {"b": 1}) and child.exit_code is None and running_children() == [child]
+    assert receive(child) == ("a", {"b": 1}) and child.exit_code is None
+    assert set(running_children()) == {*others, child}
     child.pipe.send("again")
     assert receive(child) == "again"
     child.pipe.send(None)
-    assert child.wait(SECONDS) == 0 and running_children() == []
+    assert child.wait(SECONDS) == 0 and set(running_children()) == others
 
 
 def test_a_function_may_be_named_without_importing_its_module(start):
@@ -171,11 +178,11 @@ def test_a_formatter_that_can_not_be_pickled_is_replaced_by_the_default():
 # ---- failures at the start -----------------------------------------------------------------------------------------
 
 
-def test_arguments_that_can_not_be_pickled_raise_and_start_nothing():
+def test_arguments_that_can_not_be_pickled_raise_and_start_nothing(others):
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         ChildProcess("the child", lambda pipe: None)
-    assert running_children() == [] and len(os.listdir("/proc/self/fd")) == files
+    assert set(running_children()) == others and len(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_function_of_the_main_file_is_refused_with_advice():
@@ -272,13 +279,13 @@ def test_a_group_that_was_asked_to_stop_has_not_failed_and_a_hung_member_is_kill
     group.kill()  # does nothing
 
 
-def test_a_group_that_can_not_start_completely_ends_what_it_has_started():
+def test_a_group_that_can_not_start_completely_ends_what_it_has_started(others):
     def refuse() -> ChildProcess:
         raise OSError("no more processes")
 
     with pytest.raises(OSError, match="no more processes"):
         ProcessGroup([lambda: ChildProcess("child 1", children.hang), refuse])
-    assert running_children() == []
+    assert set(running_children()) == others
 
 
 def test_messages_of_a_group_are_received_as_they_come():
