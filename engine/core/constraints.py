@@ -6,7 +6,7 @@ its tokens, so a preempted request, which gives up tokens in flight, needs no ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import numpy as np
@@ -20,7 +20,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.matcher import (
     CompiledGrammar,
     GrammarMatcher,
-    MaskFiller,
+    MatcherPool,
     fill_threads,
     forbid,
     mask_words,
@@ -54,7 +54,8 @@ class Constraints:
         self._all_tokens = all_tokens(vocab_size)
         self._new_buffer = new_buffer
         self._masks: np.ndarray | None = None
-        self._filler: MaskFiller | None = None
+        self._pool: MatcherPool | None = None
+        self._filled: list[Request] = []  # the requests of the mask rows that were filled, or are being filled
         self._matchers: dict[str, GrammarMatcher] = {}
         self._rules: dict[str, TokenRules] = {}
         self._compiling: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
@@ -132,13 +133,35 @@ class Constraints:
             ids = self._matchers.keys() | self._rules.keys()
             batch.constrained = [request for request, _ in batch.sampled if request.request_id in ids]
 
-    def advance(self, request: Request, token_id: int) -> bool:
-        """Advance by a token that was appended. Returns whether the grammar is complete, so that the request ends."""
-        matcher = self._matchers.get(request.request_id)
-        if matcher is None:
-            return False
-        matcher.accept(token_id)
-        return matcher.is_finished
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a request that was scheduled has a grammar."""
+        return bool(self._matchers)
+
+    def advance(self, sampled: Iterable[tuple[Request, int]]) -> frozenset[str]:
+        """Advance grammars by tokens that were appended, at most one per request.
+
+        Returns the ids of the requests whose grammar is complete, so that they end.
+        """
+        pairs = [
+            (request.request_id, token_id) for request, token_id in sampled if request.request_id in self._matchers
+        ]
+        if not pairs:
+            return frozenset()
+        pool, self._filled = self._matcher_pool(), []
+        pool.wait()
+        ids = [request_id for request_id, _ in pairs]
+        matchers = [self._matchers[request_id] for request_id in ids]
+        pool.accept(matchers, [token_id for _, token_id in pairs])
+        return frozenset(one for one, matcher in zip(ids, matchers, strict=True) if matcher.is_finished)
+
+    def start_masks(self, requests: Sequence[Request]) -> None:
+        """Begin to compute the masks that `masks` returns for these requests, or some of them, in the background.
+
+        Every token of the requests must be known.
+        """
+        if self._matchers:
+            self._start_fill(requests)
 
     def masks(self, requests: Sequence[Request]) -> tuple[MaskInput, list[tuple[Request, RequestError | None]]]:
         """Return the masks of running requests, and the requests that must end instead of being sampled.
@@ -162,17 +185,33 @@ class Constraints:
 
     def _fill(self, requests: Sequence[Request]) -> np.ndarray:
         """Return int32 [len(requests), words]: the masks of the grammars, and of all tokens for the other requests."""
-        buffer = self._buffer()
-        words = mask_words(self._vocab_size)
-        with_grammar = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
-        if with_grammar:
-            if self._filler is None:
-                self._filler = MaskFiller(fill_threads())
-            self._filler.fill([self._matchers[requests[row].request_id] for row in with_grammar], buffer, with_grammar)
-        if len(with_grammar) < len(requests):
-            others = sorted(set(range(len(requests))).difference(with_grammar))
+        buffer, words = self._buffer(), mask_words(self._vocab_size)
+        if self._matchers:
+            pool = self._matcher_pool()
+            pool.wait()
+            rows = {request: row for row, request in enumerate(self._filled)}
+            if not rows.keys() >= set(requests):
+                self._start_fill(requests)
+                pool.wait()
+            elif list(requests) != self._filled:
+                buffer[: len(requests)] = buffer[[rows[request] for request in requests]]
+        self._filled = []
+        others = [row for row, request in enumerate(requests) if request.request_id not in self._matchers]
+        if others:
             buffer[others, :words] = self._all_tokens
         return buffer[: len(requests), :words]
+
+    def _start_fill(self, requests: Sequence[Request]) -> None:
+        pool, buffer = self._matcher_pool(), self._buffer()
+        pool.wait()
+        self._filled = list(requests)
+        rows = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
+        pool.start_fill([self._matchers[requests[row].request_id] for row in rows], buffer, rows)
+
+    def _matcher_pool(self) -> MatcherPool:
+        if self._pool is None:
+            self._pool = MatcherPool(fill_threads())
+        return self._pool
 
     def _dead_end(self, matcher: GrammarMatcher | None, rules: TokenRules | None) -> RequestError | None:
         if matcher is not None and matcher.may_finish:
@@ -194,6 +233,8 @@ class Constraints:
 
     def close(self) -> None:
         """End the compiler's threads and processes."""
+        if self._pool is not None:
+            self._pool.close()
         if self._compiler is not None:
             self._compiler.close()
 

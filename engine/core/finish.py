@@ -35,10 +35,11 @@ class StepFinisher:
         self.draft_tokens = self.accepted_tokens = 0  # drafts proposed, and those that sampling confirmed
         self.ended: Counter[str] = Counter()
 
-    def finish_step(self, batch: Batch, result: StepResult) -> None:
+    def finish_step(self, batch: Batch, result: StepResult, masked_next: Batch | None = None) -> None:
         """Append the sampled tokens, then end the requests that reached a stop condition.
 
         A request that ended or was preempted since the step was scheduled has another lease; its result is dropped.
+        `masked_next` is the next step, if it waits for masks, which depend on these tokens: their computation begins.
         """
         for chunk in batch.prefills:
             scores = result.prompt_logprobs.get(chunk.request.request_id)
@@ -54,6 +55,9 @@ class StepFinisher:
             ],
             verified,
         )
+        complete = self._advance_grammars(sampled, tokens) if self.constraints.has_grammars else frozenset()
+        if masked_next is not None:
+            self.constraints.start_masks(masked_next.masked_requests())
         decodes, logprobs = len(batch.decodes), result.logprobs
         for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
             if request.lease != lease:
@@ -72,10 +76,18 @@ class StepFinisher:
                 graph_bucket=bucket,
                 logprobs=[logprobs[row]] if row in logprobs else None,
             )
-            self._emit_tokens(request, event)
+            self._emit_tokens(request, event, grammar_ended=request.request_id in complete)
         for draft_row, accepted in zip(batch.verifies, verified, strict=True):
             if draft_row.request.lease == draft_row.lease:
                 self._finish_drafts(draft_row.request, accepted)
+
+    def _advance_grammars(self, sampled: Sequence[tuple[Request, int]], tokens: Sequence[int]) -> frozenset[str]:
+        """Advance the grammars by the tokens of requests with the lease of the step. Return those then complete."""
+        return self.constraints.advance(
+            (request, token)
+            for (request, lease), token in zip(sampled, tokens, strict=True)
+            if request.lease == lease and token >= 0 and request.generates_tokens
+        )
 
     def _accept_drafts(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each row with drafts, up to a stop token; none if the first is not finite."""
@@ -102,13 +114,13 @@ class StepFinisher:
         self.generated_tokens += len(accepted)
         self._emit_tokens(request, TokenEvent(request_id=request.request_id, token_ids=accepted))
 
-    def _emit_tokens(self, request: Request, event: TokenEvent) -> None:
+    def _emit_tokens(self, request: Request, event: TokenEvent, grammar_ended: bool = False) -> None:
         """Emit an event with tokens that were just appended, and end the request if the last of them does."""
         last = event.token_ids[-1]
         if last in request.end_token_ids and self._can_stop(request):
             event.stop_reason = last if last in request.params.stop_token_ids else None
             self._finish(request, event, "stop")
-        elif self.constraints.advance(request, last):
+        elif grammar_ended:
             event.grammar_ended = True
             self._finish(request, event, "stop")
         elif request.max_length <= len(request.token_ids):

@@ -186,8 +186,8 @@ class EngineLoop:
         """Schedule and enqueue one batch, finish older steps, and return all new events.
 
         With async scheduling the new step stays in flight. Without it, or with nothing to enqueue, every step is
-        finished. A constrained batch in flight waits for its masks, which depend on the tokens before: its forward
-        graph runs while the caller uses the events and the next step fills the masks and schedules its batch.
+        finished. A constrained batch in flight waits for its masks, which depend on the tokens before: threads compute
+        them while its forward graph runs, this thread finishes the step before, and the caller uses the events.
         """
         if self._storage_may_have_moved:
             self.executor.call("check_addresses")
@@ -237,11 +237,8 @@ class EngineLoop:
         batch = self._unmasked
         if batch is None:
             return None
-        leases = dict(batch.sampled)
         try:
-            masks, ended = self.constraints.masks(
-                [request for request in batch.constrained if request.lease == leases[request]]
-            )
+            masks, ended = self.constraints.masks(batch.masked_requests())
         except Exception as error:
             self._fail_batch(batch, error)
             return None
@@ -289,7 +286,8 @@ class EngineLoop:
             try:
                 result = output.read()  # if interrupted here, the next step reads it again
                 self._in_flight.popleft()
-                self.finisher.finish_step(batch, result)
+                last_before = len(self._in_flight) == 1  # a mask depends on the tokens of all earlier steps
+                self.finisher.finish_step(batch, result, self._unmasked if last_before else None)
                 self._failures = 0
             except Exception as error:
                 behind = 0  # the next step's inputs come from the host, which must know every token by then

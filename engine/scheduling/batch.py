@@ -77,6 +77,11 @@ class Batch:
     dispatched: bool = False  # set by Scheduler.dispatch and complete, which raise if called twice for a batch
     completed: bool = False
 
+    def masked_requests(self) -> list[Request]:
+        """Return the constrained requests that have not ended or been preempted since this step was scheduled."""
+        leases = dict(self.sampled)
+        return [request for request in self.constrained if request.lease == leases[request]]
+
     def __bool__(self) -> bool:
         """Whether the batch computes any token."""
         return bool(self.decodes or self.prefills or self.verifies)

@@ -300,8 +300,8 @@ class ModelRunner:
             self._unmasked = (step, output) if step.is_constrained else None
             if self._unmasked is None:
                 self._finish_step(step, output)
-        # For the next step, while a GPU is busy with this one.
-        self.cache.check_addresses(whole=self.device.type == "cuda", geometry=False)
+        # For the next step, while a GPU is busy with this one. A constrained step leaves the host less time.
+        self.cache.check_addresses(whole=self.device.type == "cuda" and not step.is_constrained, geometry=False)
         return output
 
     def sample(self, masks: MaskInput) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 MASK_BITS = 32  # tokens per word of a mask
+MIN_PARALLEL = 4  # fewer matchers are advanced, and their masks computed, sooner by the calling thread
 
 
 def mask_words(vocab_size: int) -> int:
@@ -77,25 +81,67 @@ class GrammarMatcher:
         return self.native.get_error()
 
 
-class MaskFiller:
-    """Computes the masks of many matchers with a pool of threads."""
+class MatcherPool:
+    """Advances many matchers and computes their masks with a pool of threads. Use it in one thread.
+
+    While masks are computed in the background, no matcher may be used: call `wait` first.
+    """
 
     def __init__(self, num_threads: int):
         self._executor = LLExecutor(num_threads=num_threads)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._filled: Future[None] | None = None
+
+    def accept(self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int]) -> None:
+        """Advance each matcher by one token that its last mask allowed. After any other token, its `error` says so."""
+        if len(matchers) < MIN_PARALLEL:
+            for matcher, token_id in zip(matchers, token_ids, strict=True):
+                matcher.accept(token_id)
+        else:
+            pairs = zip(matchers, token_ids, strict=True)
+            self._executor.consume_token_par([(matcher.native, token_id) for matcher, token_id in pairs])
 
     def fill(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int] | None = None) -> None:
         """Write the mask of matcher i to row i (or at_rows[i]) of masks int32 [>= n, words], C-contiguous.
 
         Bit t % 32 of word t // 32 says whether token t may follow. The row of a matcher with an `error` is undefined.
         """
-        if not matchers:
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(*_arguments(matchers, masks, at_rows))
+
+    def start_fill(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]) -> None:
+        """Begin what `fill` does, and return; `wait` returns when it is done. Few matchers are not worth it."""
+        if len(matchers) < MIN_PARALLEL:
+            self.fill(matchers, masks, at_rows)
             return
-        rows, words = masks.shape
-        chosen = range(len(matchers)) if at_rows is None else at_rows
-        # A thread takes neighbours, so matchers that wait for each other go side by side.
-        by_lock = sorted(zip(chosen, matchers, strict=True), key=lambda pair: pair[1].lock_id)
-        pairs = [(matcher.native, row) for row, matcher in by_lock]
-        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, words * masks.itemsize, rows)
+        begun = threading.Event()
+        self._filled = self._background.submit(self._fill_in_background, begun, _arguments(matchers, masks, at_rows))
+        begun.wait()  # else this thread could keep the interpreter's lock for milliseconds
+
+    def wait(self) -> None:
+        """Wait until the masks begun last are computed. Raises what that raised."""
+        filled, self._filled = self._filled, None
+        if filled is not None:
+            filled.result()
+
+    def close(self) -> None:
+        """End the thread in the background."""
+        self._background.shutdown()
+
+    def _fill_in_background(self, begun: threading.Event, arguments: tuple[Any, ...]) -> None:
+        begun.set()
+        self._executor.unsafe_compute_mask_ptr(*arguments)  # without the interpreter's lock
+
+
+def _arguments(
+    matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int] | None
+) -> tuple[list[tuple[LLMatcher, int]], int, int, int]:
+    """Return the arguments of llguidance's function that computes masks."""
+    rows, words = masks.shape
+    chosen = range(len(matchers)) if at_rows is None else at_rows
+    # A thread takes neighbours, so matchers that wait for each other go side by side.
+    by_lock = sorted(zip(chosen, matchers, strict=True), key=lambda pair: pair[1].lock_id)
+    return [(matcher.native, row) for row, matcher in by_lock], masks.ctypes.data, words * masks.itemsize, rows
 
 
 def forbid(mask: np.ndarray, token_ids: Iterable[int]) -> bool:

@@ -364,6 +364,33 @@ def test_an_interrupted_wait_for_the_earlier_step_recomputes_the_batch(make_engi
     assert [tokens(own) for own in events.values()] == expected
 
 
+def test_rows_that_end_while_masks_are_computed_leave_the_others_unchanged(make_engine):
+    ranges = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op"]  # each row has another mask
+    params = [
+        constrained({"regex": f"[{letters}]{{40}}"}, seed=seed, max_tokens=4 + seed)
+        for seed, letters in enumerate(ranges)
+    ]
+    plain, behind = make_engine(async_scheduling=False), make_engine(async_scheduling=True)
+    expected, found = (one.generate(prompt_token_ids=MANY[:8], sampling_params=params) for one in (plain, behind))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    loop = behind.loop
+    for number, one in enumerate(params):
+        asked = request(f"{number}", MANY[number], one)
+        asked.seed = number
+        loop.add(asked)
+    events = {f"{number}": [] for number in range(8)}
+    for step in range(100):
+        for event in loop.step():
+            events[event.request_id].append(event)
+        if step == 3:
+            loop.abort(["2", "5"])
+        if not loop.has_work:
+            break
+    for number, one in enumerate(expected):
+        if number not in (2, 5):
+            assert tokens(events[f"{number}"]) == one.token_ids
+
+
 def test_masks_reach_the_device_with_any_vocabulary_size():
     from engine.sampling.token_masks import unpacked
 

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.matcher import CompiledGrammar, MaskFiller, forbid, mask_words
+from engine.text.grammars.matcher import CompiledGrammar, MatcherPool, forbid, mask_words
 from engine.utils.processes.child import running_children
 
 HOSTILE = {"type": "integer", "multipleOf": 999_983}  # takes seconds and 400 MB
@@ -67,6 +67,25 @@ def test_closing_ends_the_checking_processes(source):
     assert len(running_children()) == before
 
 
+def test_masks_computed_in_the_background_equal_those_of_one_thread(compiler):
+    grammar = compiled(compiler, regex="[a-z]+ [0-9]+")
+    matchers, words = [grammar.start() for _ in range(9)], mask_words(compiler.source.size)
+    pool = MatcherPool(2)
+    found, expected = (np.zeros((12, words), dtype=np.int32) for _ in range(2))
+    rows = [11, 0, 5, 1, 9, 2, 8, 3, 7]
+    for _ in range(6):
+        pool.start_fill(matchers, found, rows)
+        pool.wait()
+        pool.wait()  # returns at once
+        for matcher, row in zip(matchers, rows, strict=True):
+            pool.fill([matcher], expected, [row])
+        assert (found == expected).all() and found[rows].any(axis=1).all()
+        allowed = [np.unpackbits(found[row].view(np.uint8), bitorder="little").nonzero()[0] for row in rows]
+        pool.accept(matchers, [int(ids[index % len(ids)]) for index, ids in enumerate(allowed)])
+        assert not any(matcher.has_error for matcher in matchers)
+    pool.close()
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 1.0])
 def test_closing_while_checks_start_ends_their_processes(source, seconds):
     before = len(running_children())
@@ -113,7 +132,7 @@ def test_masks_are_filled_for_many_matchers_and_copies_are_independent(compiler,
     first, second = grammar.start(), grammar.start()
     first.accept(a)
     masks = np.full((3, mask_words(source.size)), -1, dtype=np.int32)
-    MaskFiller(2).fill([first, second], masks)
+    MatcherPool(2).fill([first, second], masks)
     allowed = [set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) for mask in masks]
     assert b in allowed[0] and a not in allowed[0]
     assert a in allowed[1] and b not in allowed[1] and e not in allowed[1]
@@ -130,7 +149,7 @@ def test_sequences_of_one_grammar_share_locks_only_if_they_must(source, vocabula
     several = [grammar.start() for _ in range(6)]
     assert sorted(Counter(one.lock_id for one in several).values()) == [2, 2, 2]
     masks = np.zeros((6, mask_words(source.size)), dtype=np.int32)
-    MaskFiller(2).fill(several, masks)
+    MatcherPool(2).fill(several, masks)
     assert masks[0].any() and (masks == masks[0]).all()
 
 
