@@ -45,6 +45,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
+from graph_cache.torch_settings import modes_active
 from graph_cache.validation import names_arguments
 
 logger = logging.getLogger(__name__)
@@ -188,9 +189,9 @@ class GraphCache:
 
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
         A call runs eager if what the capture baked in differs: autocast, the settings in `torch_settings.py`, train or
-        eval mode and hooks of a watched module, and Python state that `fn` reads. It runs eager on its rows alone,
-        without padding, if `fn` changes Python state, or if a result depends on other rows or has the batch in another
-        dimension than the first.
+        eval mode and hooks of modules, and Python state that `fn` reads. It runs eager on its rows alone, without
+        padding, if `fn` changes Python state, if a result depends on other rows or has the batch in another dimension
+        than the first, and within a TorchFunctionMode or TorchDispatchMode.
 
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
         rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
@@ -221,6 +222,9 @@ class GraphCache:
                 tensors = _by_name(name, names, values, tensors)
             first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
+            if modes_active():
+                site.buffers.check(tensors, rows)
+                return self.run_unpadded(self.plan(name, rows), tensors, OTHER_MODES)
             self.check_addresses(site=name)  # other sites check theirs at their own calls
             plan = self.plan(name, rows)
             if plan.key not in site.observed and not site.refusal:
@@ -310,13 +314,13 @@ class GraphCache:
             site.set_layout(plan.key, layout)  # the graph still has its own results
         return Ran(plan.key, reason, value)
 
-    def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it.
+    def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor], reason: str | None = None) -> Any:
+        """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it, under `reason` if given.
 
         The caller owns the results. Buffers that the callable writes are allocated if `tensors` lacks them.
         """
         site = self._sites[plan.site]
-        self.stats.fallbacks[site.name, site.phase, plan.reason or ABOVE_MAX] += 1
+        self.stats.fallbacks[site.name, site.phase, reason or plan.reason or ABOVE_MAX] += 1
         self._observe(site, plan.rows, 0, plan.variant)
         return site.run_unpadded(plan, tensors)
 

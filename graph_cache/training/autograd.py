@@ -132,6 +132,19 @@ class _Probe(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+class _Identity(torch.autograd.Function):
+    """Identity, whose result is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return grads[0]
+
+
 def probe(
     lease: Lease, tensors: Sequence[Tensor], doubled: Callable[[], None], seen: SeesGradients = None
 ) -> tuple[Tensor, ...]:
@@ -141,20 +154,23 @@ def probe(
     called if the backward has a history itself (create_graph=True).
     """
     different = {id(tensor): tensor for tensor in tensors}
-    if len(tensors) > 1 and not any(tensor.is_leaf for tensor in tensors):
-        # A node between several results and the module would sum the parts of a gradient in another order.
-        def arrived(grads: Sequence[Tensor | None]) -> None:
-            lease.end()
-            if seen is not None:
-                seen(grads)
-            if torch.is_grad_enabled():
-                doubled()
-
-        register_multi_grad_hook(tensors, arrived)
-        return tuple(tensors)
-    if len(different) == len(tensors):
-        return _Probe.apply(lease, doubled, seen, *tensors)
     indices = [list(different).index(id(tensor)) for tensor in tensors]
-    see_all = None if seen is None else lambda grads: seen([grads[index] for index in indices])
-    outputs = _Probe.apply(lease, doubled, see_all, *different.values())
+    if len(different) == 1:
+        see_all = None if seen is None else lambda grads: seen([grads[0]] * len(tensors))
+        outputs = _Probe.apply(lease, doubled, see_all, *different.values())
+        return tuple([outputs[index] for index in indices])
+
+    def arrived(grads: Sequence[Tensor | None]) -> None:
+        lease.end()
+        if seen is not None:
+            seen([grads[index] for index in indices])
+        if torch.is_grad_enabled():
+            doubled()
+
+    outputs = tuple(different.values())
+    if seen is not None or any(tensor.is_leaf for tensor in outputs):
+        # Hooks on the results would also see the gradients that flow between them inside the module. A node for each:
+        # one for all would wait for all gradients, whose parts would then be summed in another order.
+        outputs = tuple(map(_Identity.apply, outputs))
+    register_multi_grad_hook(outputs, arrived)
     return tuple([outputs[index] for index in indices])

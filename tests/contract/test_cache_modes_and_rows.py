@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
@@ -56,6 +58,34 @@ def test_a_call_under_other_modes_than_the_capture_runs_eager(pool, device, mode
     model.eval()
     run(x=x)
     assert sum(cache.stats.replays.values()) == before + 1
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is torch.nn.functional.linear else result
+
+
+class Zeroed(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return torch.zeros_like(result)
+
+
+@pytest.mark.parametrize("mode", [Doubled, Zeroed])
+def test_a_call_within_a_mode_that_changes_operations_runs_eager(pool, device, mode):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", model, {"input": INPUT["x"]}, buckets=(2, 4), watch=model)
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        plain = run(input=x)
+        with mode():
+            found, expected = run(input=x), model(x)
+        assert torch.equal(found, expected) and not torch.equal(found, plain)
+        assert torch.equal(run(input=x), plain)
+    assert reasons(cache) == {"other_modes"} and sum(cache.stats.replays.values()) == 2
 
 
 def test_a_counter_multiplied_by_a_token_is_found_out(pool):

@@ -12,6 +12,7 @@ from graph_cache import BufferSpec, GraphCache
 from graph_cache.backends import backend_for
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
+from graph_cache.torch_settings import modes_active
 from tests.contract.fuzz import blocks
 from tests.contract.fuzz.blocks import LENGTH, WIDTH, tensors_of
 from tests.contract.fuzz.changes import Job
@@ -65,12 +66,12 @@ def run_inference(
                     tensors = _tensors(step, number, part, device, has_ids)
                     with contexts(_possible(step.contexts), model, device):
                         if cache is not None:
-                            site, unpadded = cache.sites["model"], False
+                            site, unpadded = cache.sites["model"], modes_active()
                             observed = set(site.observed)
                             try:
                                 result = call(**tensors)
                             except Exception:
-                                unpadded = site.observed > observed  # an observed call runs its rows alone
+                                unpadded |= site.observed > observed  # an observed call runs its rows alone
                                 raise
                             finally:
                                 bucket = cache.plan("model", step.rows).bucket
