@@ -7,12 +7,14 @@ microseconds (`benchmarks/training/training_step.py` prints it).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from graph_cache.errors import GraphError
 from graph_cache.layout import copy_of
@@ -111,27 +113,6 @@ def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[
 SeesGradients = Callable[[Sequence[Tensor | None]], None] | None
 
 
-class _Probe(torch.autograd.Function):
-    """Identity. Its backward ends a lease when the gradients of a call's outputs arrive."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, lease: Lease, doubled: Callable[[], None], seen: SeesGradients, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.lease, ctx.doubled, ctx.seen = lease, doubled, seen
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors])  # no views: some reject in-place writes and detach_()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.lease.end()
-        if ctx.seen is not None:
-            ctx.seen(grads)
-        if torch.is_grad_enabled():
-            ctx.doubled()
-        return (None, None, None, *grads)
-
-
 class _Identity(torch.autograd.Function):
     """Identity, whose result is no view."""
 
@@ -155,22 +136,78 @@ def probe(
     """
     different = {id(tensor): tensor for tensor in tensors}
     indices = [list(different).index(id(tensor)) for tensor in tensors]
-    if len(different) == 1:
-        see_all = None if seen is None else lambda grads: seen([grads[0]] * len(tensors))
-        outputs = _Probe.apply(lease, doubled, see_all, *different.values())
-        return tuple([outputs[index] for index in indices])
 
-    def arrived(grads: Sequence[Tensor | None]) -> None:
+    def arrived(grads: Sequence[Tensor | None], with_history: bool) -> None:
         lease.end()
         if seen is not None:
             seen([grads[index] for index in indices])
-        if torch.is_grad_enabled():
+        if with_history:
             doubled()
 
-    outputs = tuple(different.values())
-    if seen is not None or any(tensor.is_leaf for tensor in outputs):
-        # Hooks on the results would also see the gradients that flow between them inside the module. A node for each:
-        # one for all would wait for all gradients, whose parts would then be summed in another order.
-        outputs = tuple(map(_Identity.apply, outputs))
-    register_multi_grad_hook(outputs, arrived)
+    # Hooks alone, wherever possible: a node of its own groups the parts of a gradient, and a second derivative then
+    # sums them in another order than eager. A node for each tensor that needs one, since one node for all would wait
+    # for all gradients.
+    outputs = list(different.values())
+    shared = _used_by_others(outputs) if seen is not None else set()
+    outputs = [
+        _Identity.apply(tensor) if tensor.is_leaf or index in shared else tensor for index, tensor in enumerate(outputs)
+    ]
+    _on_gradients(outputs, arrived)
     return tuple([outputs[index] for index in indices])
+
+
+def _on_gradients(tensors: Sequence[Tensor], arrived: Callable[[list[Tensor | None], bool], None]) -> None:
+    """Call `arrived` in every backward, once all gradients of the tensors are known, or at its end if it lacks some.
+
+    Second argument: whether the backward has a history itself. The hooks hold no node, as those of torch's
+    register_multi_grad_hook do: a history that no backward ever frees would keep itself alive.
+    """
+    pending: dict[int, list[Tensor | None]] = {}  # by backward
+
+    def add(index: int, grad: Tensor) -> None:
+        backward, with_history = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+        if backward not in pending:
+            pending[backward] = [None] * count
+            if count > 1:
+                engine.queue_callback(functools.partial(finish, backward, with_history))
+        pending[backward][index] = grad
+        if not any(known is None for known in pending[backward]):
+            finish(backward, with_history)
+
+    def finish(backward: int, with_history: bool) -> None:
+        grads = pending.pop(backward, None)
+        if grads is not None:
+            arrived(grads, with_history)
+
+    engine = torch.autograd.Variable._execution_engine
+    count = len(tensors)
+    for index, tensor in enumerate(tensors):
+        tensor.register_hook(functools.partial(add, index))
+
+
+def _used_by_others(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the indices of tensors that others were computed from, unless a leaf that is no parameter takes part.
+
+    Hooks on these would also see the gradients that flow between the tensors. A job that trains on gradients of its
+    inputs (gradient penalties, forces) differentiates twice: there `seen` gets these sums instead.
+    """
+    indices: dict[tuple[Node, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.grad_fn is not None:
+            indices.setdefault((tensor.grad_fn, tensor.output_nr), []).append(index)
+    if len(tensors) == 1:
+        return set()
+    found: set[int] = set()
+    visited = {node for node, _ in indices}
+    stack = list(visited)
+    while stack:
+        for edge in stack.pop().next_functions:
+            node = edge[0]
+            found.update(indices.get(edge, ()))
+            if node is None or node in visited:
+                continue
+            if hasattr(node, "variable") and not isinstance(node.variable, Parameter):
+                return set()
+            visited.add(node)
+            stack.append(node)
+    return found

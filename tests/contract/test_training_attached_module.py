@@ -165,14 +165,24 @@ class Pair(Model):
         return x, x.square().mean()
 
 
-def test_a_gradient_of_a_gradient_of_several_results_equals_eager_while_warming_up(pool, device):
-    eager, graphed = twins(Pair, device)
-    attached(graphed, [""], pool, warmup=2)
+class Squashed(Model):
+    """Its derivative is computed from its result."""
+
+    def forward(self, x, scale: float = 1.0):
+        return torch.tanh(self.first(x))
+
+
+@pytest.mark.parametrize("warmup", [1, 2])
+@pytest.mark.parametrize("kind", [Pair, Squashed])
+def test_a_gradient_of_a_gradient_equals_eager_while_warming_up(pool, device, kind, warmup):
+    eager, graphed = twins(kind, device)
+    attached(graphed, [""], pool, warmup=warmup)
     for seed in range(2):
         found = []
         for model in (eager, graphed):
             x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
-            first, second = model(x)
+            result = model(x)
+            first, second = result if kind is Pair else (result, result.square().mean())
             loss = first.sin().sum() + second
             (grad,) = torch.autograd.grad(loss, x, create_graph=True)
             (loss + grad.square().sum()).backward()

@@ -51,12 +51,11 @@ def test_evaluations_between_steps_cost_no_graph_and_have_no_dropout(pool, devic
     assert len(graphs.table()) == (6 if grad else 3)
 
 
-def test_warm_up_outputs_are_not_views_and_accept_in_place_writes(pool, device):
+def test_outputs_accept_in_place_writes(pool, device):
     eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)), device)
     attached(graphed, ["0"], pool)
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
-    assert graphed[0](data[0][0])._base is None
 
 
 class InnerBackward(torch.autograd.Function):
