@@ -466,7 +466,7 @@ class ReadTensors(Mapping[str, Tensor]):
             for key, value in namespace.read().items():
                 place = id(namespace.container), key
                 storage = storage_of(value) if isinstance(value, Tensor) and not is_lazy(value) else None
-                if storage is not None and storage._cdata in used and place not in without:
+                if storage is not None and storage._cdata in used and place not in without and place not in self.places:
                     self.places.add(place)
                     self._items[f"{namespace.name_of(key)} ({len(self._items)})"] = namespace.values_by_key(), key
 

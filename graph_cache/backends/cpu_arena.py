@@ -6,6 +6,7 @@ matter: its size is that of the largest live graph.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import sys
 import weakref
@@ -121,7 +122,11 @@ class Arena:
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
-    """Reserve private address space without committing memory; a smaller range if the system refuses."""
+    """Reserve private address space without committing memory; a smaller range if the system refuses.
+
+    Dropped pools are parts of reference cycles. If the system refuses, they are collected first.
+    """
+    collected = False
     while True:
         try:
             if sys.platform.startswith("linux"):
@@ -129,6 +134,10 @@ def _reserve(nbytes: int) -> mmap.mmap:
                 return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
             return mmap.mmap(-1, nbytes)
         except OSError:
+            if not collected:
+                gc.collect()
+                collected = True
+                continue
             if nbytes <= 1 << 28:
                 raise
             nbytes >>= 2

@@ -38,7 +38,7 @@ class ParameterAliases:
         return [self._aliases[id(parameter)] for parameter in trainable(self._module)]
 
     def __enter__(self) -> None:
-        for module in self._module.modules():
+        for module in list(self._module.modules()):
             registry: dict[str, Any] = module._parameters
             for name, parameter in registry.items():
                 if parameter is not None:
@@ -46,6 +46,18 @@ class ParameterAliases:
                     registry[name] = self._aliases[id(parameter)]
             if isinstance(module, nn.RNNBase):
                 self._replace_flat_weights(module)
+            for value in vars(module).values():
+                self._replace_attributes(value)
+
+    def _replace_attributes(self, value: Any) -> None:
+        """Replace parameters among the attributes of a module's helper object, as Megatron's Mamba mixer has one."""
+        attributes = None if isinstance(value, (nn.Module, Tensor, type)) else getattr(value, "__dict__", None)
+        if type(attributes) is not dict:
+            return
+        for name, parameter in attributes.items():
+            if isinstance(parameter, nn.Parameter) and id(parameter) in self._aliases:
+                self._replaced.append((attributes, name, parameter))
+                attributes[name] = self._aliases[id(parameter)]
 
     def __exit__(self, *exc_info: object) -> None:
         while self._replaced:

@@ -23,6 +23,22 @@ def reasons(cache):
     return {labels[2] for labels, count in cache.stats.fallbacks.items() if count}
 
 
+def test_a_frozen_weight_of_a_recurrent_module_drops_the_graph(pool, device):
+    """PyTorch selects the kernel of a recurrent module by whether its weights require a gradient."""
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 4).to(device).eval()
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", lambda x: model(x[None])[0][0], INPUT, buckets=(4,), watch=model)
+    x = torch.randn(4, 4, device=device)
+    for _ in range(2):
+        run(x=x)
+    assert cache.stats.replays
+    model.weight_ih_l0.requires_grad_(False)
+    with torch.inference_mode():
+        assert torch.equal(run(x=x), model(x[None])[0][0])
+    assert sum(cache.stats.invalidations.values()) == 1
+
+
 @pytest.mark.parametrize("mode", ["autocast", "eval", "default_dtype", "precision"])
 def test_a_call_under_other_modes_than_the_capture_runs_eager(pool, device, mode):
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from torch import nn
 from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
 from graph_cache.stats import CacheStats
-from tests.contract.training_models import WIDTH, attached, iteration_of
+from tests.contract.training_models import WIDTH, attached, iteration_of, twins
 
 VARIABLE = "CONTRACT_TEST_SCALE"
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
@@ -456,3 +456,37 @@ def test_state_outside_of_modules_that_a_call_changes_keeps_it_eager(pool, devic
     found, wanted = run(True), run(False)
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
     assert not stats[0].replays and sum(stats[0].failed_captures.values()) >= 1
+
+
+SCALE = torch.full((), 2.0)
+
+
+class ReadsAGlobal(nn.Module):
+    def forward(self, x):
+        return x * SCALE
+
+
+class ReadsOtherGlobals(nn.Module):
+    """Its function has the globals of the one above, of which it reads other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return functools.reduce(torch.add, [x, self.weight])
+
+
+def test_a_tensor_in_the_globals_of_one_of_several_functions_is_watched(pool, device, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SCALE", torch.full((), 2.0, device=device))
+    eager, graphed = twins(lambda: nn.Sequential(ReadsAGlobal(), ReadsOtherGlobals()), device)
+    _, stats = attached(graphed, [""], pool)
+    x = torch.randn(4, WIDTH, device=device)
+    for step in range(8):
+        if step == 4:
+            assert stats.replays
+            monkeypatch.setattr(f"{__name__}.SCALE", torch.full((), 3.0, device=device))
+        results = [model(x) for model in (graphed, eager)]
+        assert torch.equal(*results)
+        for result in results:
+            result.sum().backward()

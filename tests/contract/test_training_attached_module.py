@@ -189,3 +189,42 @@ def test_a_gradient_of_a_gradient_equals_eager_while_warming_up(pool, device, ki
             found.append([x.grad, *[parameter.grad for parameter in model.parameters() if parameter.grad is not None]])
         for wanted, got in zip(*found, strict=True):
             assert torch.equal(got, wanted)
+
+
+class Helper:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def scaled(self, x):
+        return x * self.weight
+
+
+class WithHelper(Model):
+    """Reads a parameter through an object that is no module, as Megatron's Mamba mixer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.helper = Helper(self.weight)
+
+    def forward(self, x):
+        return self.first(self.helper.scaled(x))
+
+
+def test_a_parameter_that_a_helper_object_holds_is_trained(pool, device):
+    torch.manual_seed(0)
+    models = [WithHelper(), WithHelper()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.to(device)
+        assert model.helper.weight is model.weight
+    _, stats = attached(models[1], [""], pool)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(6):
+        x = torch.randn(4, WIDTH, device=device)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(models[0].weight, models[1].weight)
+    assert stats.replays and models[1].helper.weight is models[1].weight
