@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 
 import pytest
@@ -55,11 +56,13 @@ def language_model():
 
 def test_a_new_cache_object_at_every_call_is_not_kept(pool, device):
     model = language_model().to(device).train()
+    # transformers 5.24 renamed past_key_values to cache.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     _, stats = attached(model, ["model.layers.0", "model.layers.1"], pool)
     ids, caches = torch.arange(8, device=device)[None], []
     for _ in range(24):
         cache = hf.DynamicCache()
-        model(ids, past_key_values=cache, use_cache=True, labels=ids).loss.backward()
+        model(ids, use_cache=True, labels=ids, **{name: cache}).loss.backward()
         caches.append(weakref.ref(cache))
         del cache
         model.zero_grad()
