@@ -47,10 +47,14 @@ def start() -> Iterator[Serve]:
     started: list[subprocess.Popen[str]] = []
 
     def start_one(*arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli", "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and a server would inherit that
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "server.cli", "serve", *arguments], stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGHUP, ours)
         started.append(process)
         return process
 
