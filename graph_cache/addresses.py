@@ -169,20 +169,21 @@ class AddressBook:
         prefix: str = "",
         *,
         trained: bool = False,
+        selects_code: bool = False,
         without: Container[tuple[int, Any]] = (),
     ) -> None:
         """Add a module's parameters and buffers, or the tensors of a mapping, which is read again at each check.
 
         With `trained`, a tensor other than a parameter has also changed if it begins or ceases to require a gradient.
-        Without it, so has a parameter of a recurrent module: PyTorch selects the kernel by it, also in inference mode.
+        With `selects_code`, so has a parameter: recurrent and attention modules of PyTorch select their kernels by it,
+        also in inference mode.
         Buffers in `without`, each (id of the dictionary of buffers, name), are left out.
         """
         others = self._trained if trained else self._tensors
         if isinstance(source, torch.nn.Module):
             for path, module in source.named_modules():
                 inside = prefix + (f"{path}." if path else "")
-                selects_kernel = isinstance(module, torch.nn.RNNBase) and not trained
-                (self._trained if selects_kernel else self._tensors).add(module._parameters, inside)
+                (self._trained if selects_code else self._tensors).add(module._parameters, inside)
                 others.add(module._buffers, inside, without)
                 self._modules.add(module._modules, inside)
             self._live_modules = self._modules.values()

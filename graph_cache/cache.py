@@ -200,7 +200,7 @@ class GraphCache:
         address_book = AddressBook()
         if watch is not None:
             _refuse_uninitialized(name, watch)
-            address_book.watch(watch)
+            address_book.watch(watch, selects_code=True)
         device = self.pool.backend.device
         site = self.add_site(
             Site(

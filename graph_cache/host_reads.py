@@ -52,7 +52,8 @@ GLOBAL_HOOKS = [
 ]
 _ENTER_AUTOCAST = torch.autocast.__enter__.__code__
 _STANDARD = os.path.dirname(os.__file__) + os.sep
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _STANDARD)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = (_TORCH, _STANDARD)
 COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__dict__", "vars", "globals", "attrgetter"))
 READS_ALL_NAMES = COMPUTES_NAMES | {
     "asdict",
@@ -77,6 +78,8 @@ OUTSIDE = {
     **{f"posix.{name}": "the file system" for name in ("stat", "lstat", "listdir", "scandir", "access", "getcwd")},
     **{f"{module}.open": "a file" for module in ("_io", "io", "posix")},
 }
+# Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
+_OPERATORS = (f"{_TORCH}_ops.py", f"{_TORCH}_library{os.sep}", f"{_TORCH}library.py")
 INCIDENTAL = ("<frozen importlib", "logging", "warnings", "linecache", "traceback", "inspect", "tokenize")
 
 
@@ -87,9 +90,13 @@ class Reads:
         modules: The modules, by id.
         enters_autocast: Whether the code entered an autocast region.
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
+
+    Args:
+        names: Names that the caller itself reads, such as that of the method that it calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._given = frozenset(names)
         self.modules: dict[int, nn.Module] = {}
         self.enters_autocast = False
         self.outside: set[str] = set()
@@ -100,7 +107,7 @@ class Reads:
 
     def merged(self, other: Reads) -> Reads:
         """Return the code of either run."""
-        both = Reads()  # without the modules, which it would keep alive
+        both = Reads(self._given | other._given)  # without the modules, which it would keep alive
         both._codes = self._codes | other._codes
         both.outside = self.outside | other.outside
         return both
@@ -108,7 +115,7 @@ class Reads:
     @property
     def names(self) -> set[str]:
         """Names of globals, attributes and closure variables in the code that ran, and strings that may be names."""
-        found: set[str] = set()
+        found: set[str] = set(self._given)
         for code in self._codes.values():
             found.update(code.co_names, code.co_freevars)
             for value in code.co_consts:
@@ -167,6 +174,8 @@ class Reads:
         if event != "call":
             return
         code = frame.f_code
+        if code.co_filename.startswith(_OPERATORS):
+            return
         self._codes[id(code)] = code
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])

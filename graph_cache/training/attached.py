@@ -366,7 +366,7 @@ class AttachedModule:
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran
         roots = [*self.roots, *[("argument", value) for value in objects]]
-        reads, state = Reads(), HostState(roots, ignored=self.ignored, ran=ran)
+        reads, state = Reads((self.method,)), HostState(roots, ignored=self.ignored, ran=ran)
         with self.versions.extended() as versions:
             with reads.observing():
                 yield irreversible

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,6 +65,20 @@ SCOPE = "full_iteration"
 MAX_SETTINGS = 4  # graphs that differ only in optimizer settings
 MAX_GRAPHS = 64  # graphs of one iteration; the least recently used is dropped for another
 MAX_WARMING = 64  # signatures without a graph at a time; each holds its arguments' values
+
+
+@dataclass
+class _Observation:
+    """What the last observed eager call of one key showed.
+
+    - `refusals`: why it can't be replayed.
+    - `outside`: memory that it used besides that of modules and arguments.
+    - `read_tensors`: tensors in Python state with such memory.
+    """
+
+    refusals: list[str] = field(default_factory=list)
+    outside: list[torch.UntypedStorage] = field(default_factory=list)
+    read_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _IterationGraph:
@@ -157,9 +172,7 @@ class CapturedIteration:
         self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._watch = Watch()
         self._ran: Reads | None = None  # code that observed calls executed
-        self._refusals: list[str] = []  # why the last observed eager call can't be replayed
-        self._outside: list[torch.UntypedStorage] = []  # other memory that it used
-        self._read_tensors: Mapping[str, Tensor] = {}  # tensors in Python state with such memory
+        self._observations: dict[CallKey, _Observation] = {}
         self._calls = 0
         # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -197,7 +210,7 @@ class CapturedIteration:
         if not state.may_capture:
             self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1
             state.count_warmup()
-            result = self._eager(args, kwargs, tensors=None if state.failed else tensors, objects=objects)
+            result = self._eager(args, kwargs, None if state.failed else key, tensors, objects)
             self._watch_more(signature)
             return result
         return self._capture(signature, state, key, tensors, args, kwargs)
@@ -384,27 +397,30 @@ class CapturedIteration:
         self,
         args: tuple,
         kwargs: dict[str, Any],
-        tensors: Sequence[Tensor] | None = None,
+        key: CallKey | None = None,
+        tensors: Sequence[Tensor] = (),
         objects: Sequence[Any] = (),
     ) -> Any:
-        """Run the step. Given its tensor arguments, observe what it uses and changes, also of `objects`, the others."""
+        """Run the step. With a `key`, observe what it uses and changes of its arguments: `tensors` and `objects`."""
         if not self._ran_eager:  # first call: the capture stream can't use memory cached for other streams
             self._ran_eager = True
             self._pool.trim()
-        observed = nullcontext() if tensors is None else self._observing(tensors, objects)
+        observed = nullcontext() if key is None else self._observing(key, tensors, objects)
         # On the capture stream: autograd ties grad accumulators to the stream of their first use.
         with self._pool.backend.on_capture_stream(), observe_steps(self._register_optimizer), observed:
             result, outputs = Result.of(self._step(*args, **kwargs))
         return result.build([output.detach() for output in outputs])
 
     @contextmanager
-    def _observing(self, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Iterator[None]:
+    def _observing(self, key: CallKey, tensors: Sequence[Tensor], objects: Sequence[Any]) -> Iterator[None]:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
+        seen = _Observation()
         state, process = self._whole_state(objects), ProcessState(self._generators)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
             found = state.changes(lambda tensor: True) if self._checks_attributes else []
-            self._refusals = _describe_changes(found + process.changes())
+            seen.refusals = _describe_changes(found + process.changes())
+            self._observations[key] = seen
             return
         reads, audit = Reads(), StorageAudit()
         with reads.observing(), audit:
@@ -421,25 +437,25 @@ class CapturedIteration:
         changes = state.changes(
             lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside
         )
-        self._refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
+        seen.refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
         if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
-            self._refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
-        self._refusals += outside_reads(self._ran)
+            seen.refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
+        seen.refusals += outside_reads(self._ran)
         declared = self._declared_storages()
         for index, tensor in enumerate(tensors):
             address = None if (storage := storage_of(tensor)) is None else storage._cdata
             if address in audit.written:
-                self._refusals.append(f"writes to its argument {index} in place: return the result")
+                seen.refusals.append(f"writes to its argument {index} in place: return the result")
             if address in declared:
-                self._refusals.append(f"takes memory of a module as argument {index}, of which a graph reads a copy")
+                seen.refusals.append(f"takes memory of a module as argument {index}, of which a graph reads a copy")
         declared |= arguments
         other = [address for address in audit.outside if address not in declared]
-        self._outside = [audit.outside[address] for address in other]
+        seen.outside = [audit.outside[address] for address in other]
         if any(address in audit.computed for address in other):
-            self._refusals.append("uses a tensor that was computed from trainable tensors before the call")
+            seen.refusals.append("uses a tensor that was computed from trainable tensors before the call")
         casts = {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         if any(audit.dtypes[address] & casts for address in other):
-            self._refusals.append("runs in an autocast region that holds casts of weights from before the call")
+            seen.refusals.append("runs in an autocast region that holds casts of weights from before the call")
         # Optimizers have settings in the signature of their own.
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
@@ -448,7 +464,11 @@ class CapturedIteration:
         self._watch.leave_out(self._known_modules())
         self._watch.add(namespaces, self._ran)
         gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}
-        self._read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
+        seen.read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
+        if len(self._observations) > 2 * MAX_WARMING:  # of forgotten signatures
+            known = {key for key, _ in self._states}
+            self._observations = {key: one for key, one in self._observations.items() if key in known}
+        self._observations[key] = seen
 
     def _host_state(self) -> HostState:
         """Return the current Python state that a step must not change."""
@@ -495,13 +515,13 @@ class CapturedIteration:
     ) -> Any:
         """Capture this call and run it: by the capture itself if the backend executes captures, else by a replay."""
         self._pool.trim()  # the graph can't use memory cached by eager steps
-        parameters = self._parameters()
+        parameters, seen = self._parameters(), self._observations.get(key, _Observation())
         with torch.inference_mode(False):  # a replay can't write to inference tensors
             captured = _IterationGraph(key, tensors, state)
             before = _InitialGrads(parameters, self._pool.backend)
 
         def body() -> None:
-            self._refuse(self._refusals)
+            self._refuse(seen.refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
             host_state, process = self._host_state(), ProcessState(self._generators)
             try:
@@ -547,9 +567,9 @@ class CapturedIteration:
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
         captured.outside_addresses.watch(_Leaves(self._leaves), prefix="trained ")
-        captured.outside_addresses.watch(self._read_tensors, trained=True)
+        captured.outside_addresses.watch(seen.read_tensors, trained=True)
         captured.extra_state = set(self._extra_state)
-        captured.outside, captured.last_call = self._outside, self._calls
+        captured.outside, captured.last_call = seen.outside, self._calls
         state.succeed()
         self._captured[signature] = captured
         self._stats.captures[self.name, SCOPE, "recorded"] += 1

@@ -23,19 +23,25 @@ def reasons(cache):
     return {labels[2] for labels, count in cache.stats.fallbacks.items() if count}
 
 
-def test_a_frozen_weight_of_a_recurrent_module_drops_the_graph(pool, device):
-    """PyTorch selects the kernel of a recurrent module by whether its weights require a gradient."""
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_a_frozen_weight_drops_the_graph(pool, device, kind):
+    """Some modules of PyTorch select their kernels by whether their weights require a gradient."""
     torch.manual_seed(0)
-    model = nn.LSTM(4, 4).to(device).eval()
+    model = (nn.LSTM(4, 4) if kind == "recurrent" else nn.MultiheadAttention(4, 2)).to(device).eval()
     cache = cache_of(pool, device)
-    run = cache.graphed("model", lambda x: model(x[None])[0][0], INPUT, buckets=(4,), watch=model)
+
+    def fn(x):
+        x = x[None]
+        return (model(x) if kind == "recurrent" else model(x, x, x, need_weights=False))[0][0]
+
+    run = cache.graphed("model", fn, INPUT, buckets=(4,), watch=model)
     x = torch.randn(4, 4, device=device)
     for _ in range(2):
         run(x=x)
     assert cache.stats.replays
-    model.weight_ih_l0.requires_grad_(False)
+    next(model.parameters()).requires_grad_(False)
     with torch.inference_mode():
-        assert torch.equal(run(x=x), model(x[None])[0][0])
+        assert torch.equal(run(x=x), fn(x))
     assert sum(cache.stats.invalidations.values()) == 1
 
 
