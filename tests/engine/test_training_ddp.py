@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def outputs_of_two(worker, tmp_path, *extra):
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    folders = os.pathsep.join([str(ROOT), *sys.path])
+    environment = dict(os.environ, PYTHONPATH=folders, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     path = str(Path(__file__).with_name(worker))
     commands = [[sys.executable, path, str(rank), "2", str(tmp_path / "rendezvous"), *extra] for rank in range(2)]
     return outputs_of(commands, 120, env=environment)
