@@ -18,7 +18,7 @@ SOURCES = [
     ROOT / "graph_cache/host_reads.py",
 ]
 NAMING = {"host_read_refusal", "_describe_changes", "outside_reads"}  # functions that return texts
-COLLECTED = {"reasons", "_refusals", "DOUBLE_BACKWARD"}  # reasons that are raised elsewhere
+COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD"}  # reasons that are raised elsewhere
 RAISING = {"CaptureRefused", "error_type"}
 JOINED = ("A replay would not repeat this",)  # what is said around collected reasons
 
