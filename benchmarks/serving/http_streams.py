@@ -5,8 +5,11 @@
 
 Drives any `/v1/completions` (ours, `vllm serve`, SGLang) with random prompts of token ids; the API key, where the
 server needs one, is read from OPENAI_API_KEY. A client is a raw socket on which it counts the events of its stream;
-JSON is read once a stream, from the last chunk's usage. Clients are spread over several processes. Needs neither
-PyTorch nor the engine, except to describe the machine in the file of --json.
+JSON is read once a stream, from the last chunk's usage. Clients are spread over several processes. Needs
+neither PyTorch nor the engine, except to describe the machine in the file of --json.
+
+The model needs a tokenizer, such as `vocabulary.py` writes: without one no token is text, and nothing arrives before
+the end of a stream.
 """
 
 from __future__ import annotations
