@@ -490,3 +490,41 @@ def test_a_tensor_in_the_globals_of_one_of_several_functions_is_watched(pool, de
         assert torch.equal(*results)
         for result in results:
             result.sum().backward()
+
+
+def test_a_replaced_method_of_an_attached_modules_class_is_noticed(pool, device, monkeypatch):
+    class Block(nn.Linear):
+        def forward(self, x):  # names no method itself
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    eager, graphed = twins(lambda: nn.Sequential(Block(WIDTH, WIDTH)), device)
+    _, stats = attached(graphed, ["0"], pool)
+    x = torch.randn(4, WIDTH, device=device)
+    for step in range(8):
+        if step == 4:
+            assert stats.replays
+            monkeypatch.setattr(Block, "forward", lambda self, x: x * self.weight.sum())
+        results = [model(x) for model in (graphed, eager)]
+        assert torch.equal(*results)
+        for result in results:
+            result.sum().backward()
+
+
+def test_an_iteration_keeps_what_calls_with_other_arguments_showed_apart(pool, device):
+    model, stats = nn.Linear(WIDTH, WIDTH).to(device), CacheStats()
+
+    def step(x, scale):
+        loss = (model(x) * scale).square().mean()
+        loss.backward()
+        return loss
+
+    run = iteration_of(pool, stats, step)
+    x = torch.randn(4, WIDTH, device=device)
+    for index in range(10):
+        model.zero_grad()
+        run(x, model.bias if index % 2 else 2.0)
+        found, model.bias.grad = model.bias.grad, None
+        model.zero_grad()
+        step(x, model.bias if index % 2 else 2.0)
+        assert torch.equal(found, model.bias.grad)
+    assert stats.replays
