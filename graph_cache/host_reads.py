@@ -457,7 +457,8 @@ class ReadTensors(Mapping[str, Tensor]):
     """Tensors in Python state that a run used, by name, looked up on each access.
 
     `used` are the addresses of the storages. Parameters and buffers are included with `registries`, and places in
-    `without` are not. `places` are those that are: (id of the container, key).
+    `without` are not. `places` are those that are, each once: (id of the container, key). Several namespaces may share
+    a container, as functions of one file share its globals.
     """
 
     def __init__(

@@ -161,15 +161,6 @@ class BackwardKey:
         strides = tuple([None if grad is None else grad.stride() for grad in grads])
         return cls(strides, autocast_state(), settings())
 
-    def matches(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether `of(grads)` equals this key. Runs in every backward."""
-        if len(grads) != len(self.strides):
-            return False
-        for grad, strides in zip(grads, self.strides, strict=True):
-            if strides != (None if grad is None else grad.stride()):
-                return False
-        return settings() == self.settings and autocast_state() == self.autocast
-
 
 class Expected:
     """Fast matcher for calls of one key. Runs at every call of a step, at a fraction of the cost of building a key.

@@ -372,7 +372,7 @@ class GraphedCall:
         memory may overwrite them. Parameter gradients keep their values while referenced.
         """
         differentiable = [grads[index] for index in self.differentiable] if self.undifferentiable else grads
-        if self._backward_key is None or not self._backward_key.matches(differentiable):
+        if BackwardKey.of(differentiable) != self._backward_key:
             return self._eager_backward(grads)
         saved = self._uncopied_gradients.save() if self._uncopied_gradients is not None else None
         for index, address, static in self._static_grad_outputs:

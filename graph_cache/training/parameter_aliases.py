@@ -38,7 +38,7 @@ class ParameterAliases:
         return [self._aliases[id(parameter)] for parameter in trainable(self._module)]
 
     def __enter__(self) -> None:
-        for module in list(self._module.modules()):
+        for module in self._module.modules():
             registry: dict[str, Any] = module._parameters
             for name, parameter in registry.items():
                 if parameter is not None:

@@ -136,11 +136,8 @@ class RecordedStep:
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.", trained=True, without=stored)
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             used = {address for pair in pairs for address in pair.used}
-            # Functions of one file share its globals, and each namespace has the names that one function reads.
-            namespaces = {
-                (id(one.container), getattr(one, "names", ())): one for pair in pairs for one in pair.namespaces
-            }.values()
-            self.addresses.watch(ReadTensors(list(namespaces), used, without=stored), trained=True)
+            namespaces = [one for pair in pairs for one in pair.namespaces]
+            self.addresses.watch(ReadTensors(namespaces, used, without=stored), trained=True)
             for pair in pairs:
                 pair.namespaces = []
             if owner.surroundings is not None:
