@@ -60,6 +60,10 @@ class FunctionState:
         kinds = map(type, self._modules)
         return autocast_state(), settings(), *modes, *kinds, hooks_of(self._modules), self._versions.current()
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the watched module."""
+        return [parameter for module in self._modules for parameter in module.parameters(recurse=False)]
+
     def observe(self, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any, str]:
         """Run, and return whether its effects were kept, its result, and why it can't be captured (empty if it can).
 

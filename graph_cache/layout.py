@@ -41,6 +41,8 @@ def copy_of(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous() and 1 not in tensor.shape:
         return tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_neg() or tensor.is_conj():
+        return tensor.clone()  # kernels that don't know lazy tensors compute on such a copy
     if overlaps(tensor):
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         memory = tensor.as_strided((reach,), (1,), tensor.storage_offset()).clone()

@@ -1,7 +1,8 @@
 """Check how the results of a callable depend on its rows, since a run on a bucket has padding rows.
 
 Results must have the batch as their first dimension or not depend on it, and no row may depend on another. Callables
-that write caches at addresses from integer inputs are trusted: dummy rows have the same address there.
+that write caches at addresses from integer inputs are trusted: dummy rows have the same address there. Writes to
+parameters are refused: an embedding with `max_norm` renormalises what its rows select, and random rows can't show that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.audit import StorageAudit
+from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.reference import Reference, same_bits
 
 
@@ -22,6 +23,7 @@ def check_rows(
     rows: int,
     fewer_rows: int,
     generators: Sequence[torch.Generator],
+    parameters: Sequence[torch.Tensor] = (),
 ) -> tuple[list[bool], str]:
     """Run a callable with different rows, and compare the results.
 
@@ -31,6 +33,7 @@ def check_rows(
         rows: Number of rows, at least 2.
         fewer_rows: Another number of rows, at least 1.
         generators: Generators that the callable may use.
+        parameters: Parameters that the callable may use.
 
     Returns whether each tensor of the result has the batch as its first dimension, and why padding would change a
     result; an empty string if it would not. All memory and generators are as before afterwards.
@@ -58,6 +61,9 @@ def check_rows(
             if others:
                 return batched, "; ".join(others)
             integers = [tensor for tensor in inputs(rows) if not tensor.is_floating_point()]
+            trained = {storage._cdata for one in parameters if (storage := storage_of(one)) is not None}
+            if audit.written & trained:
+                return batched, "it writes to a parameter, and rows of padding may change what it writes"
             if integers and audit.written - own:
                 return batched, ""  # rows may meet in memory that integers address, such as a cache: all pad alike
             start.rewind()

@@ -194,6 +194,7 @@ class Site:
                     rows,
                     fewer,
                     (*self.generators, *generators),
+                    [] if self.state is None else self.state.parameters(),
                 )
             except Exception as error:  # it may reject noise, or other rows than those of its buckets
                 logger.debug("%s: rows are not checked: %s", self.name, error)

@@ -42,7 +42,7 @@ from graph_cache.training.gradients import (
 )
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.reasons import OTHER_BACKWARD
-from graph_cache.training.side_effects import refuse_side_effects
+from graph_cache.training.side_effects import refuse_backward_changes, refuse_side_effects
 
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
 
@@ -269,7 +269,8 @@ class GraphedCall:
         outputs = [self.outputs[index] for index, _ in self.used_outputs()]
         assert self._backward_key is not None
         modes = modes_as(self._backward_key.autocast, self._backward_key.settings)
-        with self._refuse_nested_backward(), modes, writing:
+        changes = refuse_backward_changes(self.name, self._roots, ignored=self._ignored, ran=self._ran)
+        with self._refuse_nested_backward(), changes, modes, writing:
             self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
         self._added_to_main_grad = [

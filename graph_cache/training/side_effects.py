@@ -1,4 +1,4 @@
-"""Detect, undo and refuse side effects of a forward at capture, since a replay would not repeat them."""
+"""Detect, undo and refuse side effects of a captured call, since a replay would not repeat them."""
 
 from __future__ import annotations
 
@@ -85,6 +85,24 @@ def refuse_side_effects(
     ]
     if reasons:
         raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
+
+
+@contextmanager
+def refuse_backward_changes(
+    name: str, roots: Sequence[tuple[str, Any]], *, ignored: Sequence[Any] = (), ran: Reads | None = None
+) -> Iterator[None]:
+    """Check the block, which is a captured backward, for changes of Python state, such as those of a tensor's hooks.
+
+    Restores the state and raises CaptureRefused after the block. Arguments as in `refuse_side_effects`.
+    """
+    state = HostState(roots, ignored=ignored, ran=ran)
+    try:
+        yield
+        found = state.changes(lambda tensor: True)
+    finally:
+        state.restore()
+    if found:
+        raise CaptureRefused(f"the backward of {name} changes {', '.join(found)}. A replay would not repeat this")
 
 
 def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -> bool:

@@ -148,6 +148,25 @@ def test_results_that_padding_would_change_are_computed_without_padding(pool, de
     assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
 
 
+@pytest.mark.parametrize("spec", [INPUT, TOKENS], ids=["floats", "integers"])
+def test_an_embedding_that_renormalises_its_weight_gets_no_padding(pool, device, spec):
+    """Padding selects rows of the weight that the call does not."""
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 4, max_norm=0.5, device=device)
+    before = table.weight.detach().clone()
+
+    def fn(x):
+        return table(x.long().remainder(5))
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("embedding", fn, spec, buckets=(4,), watch=table)
+    x = torch.tensor([2, 4, 3], device=device)
+    for _ in range(2):
+        run(x=x if spec is TOKENS else x[:, None].expand(3, 4).float())
+    assert torch.equal(table.weight[:2], before[:2]) and not torch.equal(table.weight[2:], before[2:])
+    assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
+
+
 def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device):
     table = torch.arange(4.0, device=device)
     cache = cache_of(pool, device)
@@ -158,7 +177,7 @@ def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device):
     assert cache.stats.replays
 
 
-@pytest.mark.parametrize("layout", ["expanded", "sliding", "sliced", "transposed"])
+@pytest.mark.parametrize("layout", ["expanded", "sliding", "sliced", "transposed", "negated"])
 def test_a_refused_call_computes_with_the_strides_of_its_inputs(pool, device, layout):
     """The call that finds out about the refusal returns what it computed."""
     memory = torch.randn(64, device=device)
@@ -167,6 +186,7 @@ def test_a_refused_call_computes_with_the_strides_of_its_inputs(pool, device, la
         "sliding": memory[:7].as_strided((4, 4), (1, 1)),
         "sliced": memory[:32].view(4, 8)[:, ::2],
         "transposed": memory[:16].view(4, 4).t(),
+        "negated": torch.complex(memory[:16], memory[:16]).view(4, 4).conj().imag,  # kernels see a dense copy
     }[layout]
     strides, calls = [], []
 
@@ -176,7 +196,7 @@ def test_a_refused_call_computes_with_the_strides_of_its_inputs(pool, device, la
         return x * 2.0
 
     run = cache_of(pool, device).graphed("model", fn, INPUT, buckets=(4,))
-    assert torch.equal(run(x=x), x * 2.0) and strides[0] == x.stride()
+    assert torch.equal(run(x=x), x * 2.0) and strides[0] == (x.resolve_neg() if x.is_neg() else x).stride()
 
 
 class Recurrent(nn.Module):

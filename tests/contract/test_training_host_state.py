@@ -164,6 +164,35 @@ def test_a_capture_does_not_repeat_writes_to_parameters(pool, device):
     both(Renormalised, [""], against_input, pool, device, lambda model: [model.embedding.weight.detach().clone()])
 
 
+class CountsGradients(nn.Linear):
+    """Puts a hook on its output in each forward, which counts in Python."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.counted = []
+
+    def forward(self, x):
+        out = super().forward(x)
+        out.register_hook(lambda grad: self.counted.append(len(self.counted)))
+        return out
+
+
+def test_a_backward_that_changes_python_state_is_refused(pool, device):
+    """Abandoned forwards hide the change until the capture."""
+
+    def loss_of(model, x, step):
+        for _ in range(3):
+            model(x)
+        return against_input(model, x, step)
+
+    def observe(model):
+        return [torch.tensor(model.counted)]
+
+    _, stats = both(CountsGradients, [""], loss_of, pool, device, observe)
+    assert stats.failed_captures and not stats.replays
+    both(CountsGradients, [""], against_input, pool, device, observe)
+
+
 def test_a_replaced_tensor_attribute_drops_the_graphs_that_read_it(pool, device):
     class Masked(nn.Linear):
         def __init__(self):
