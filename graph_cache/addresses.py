@@ -14,7 +14,9 @@ from operator import attrgetter, getitem
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
+_GUARDED = (torch.Tensor, torch.nn.Parameter)  # guards know no other classes
 _address = torch.Tensor.data_ptr
 _GEOMETRY = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 _TRAINED = attrgetter("requires_grad")
@@ -108,25 +110,40 @@ class _WatchedTensors(_WatchedValues):
         super().__init__(_address)
         self._read = (*_GEOMETRY, _TRAINED) if trained else _GEOMETRY
         self._geometry: list[tuple[Any, ...]] = []
+        self._guards: dict[tuple[Any, Any], TensorGuards] = {}  # by slice; see `same_geometry`
 
     def _geometry_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         return tuple(read(tensor) for read in self._read)
 
     def add(self, owner: Mapping[str, Any], prefix: str, without: Container[tuple[int, Any]] = ()) -> list[Any]:
         added = super().add(owner, prefix, without)
+        self._guards.clear()
         self._geometry += map(self._geometry_of, added)
         return added
 
     def same_geometry(self, selected: slice) -> bool:
-        """Return whether shapes, strides, dtypes and flags of the selected tensors are those recorded."""
+        """Return whether shapes, strides, dtypes and flags of the selected tensors are those recorded.
+
+        PyTorch's guards compare them in 50 ns a tensor instead of 300. They are stricter: they refuse a tensor that
+        occurs twice, and another autocast state than when they were made. So if they refuse, this compares again.
+        """
         if not self._owners:
             return True
+        which = (selected.start, selected.step)
         try:
             tensors = list(map(getitem, self._owners[selected], self._keys[selected]))
+            if which in self._guards and self._guards[which].check(*tensors):
+                return True
             current = list(zip(*(map(read, tensors) for read in self._read), strict=True))
-            return current == self._geometry[selected]
         except (KeyError, TypeError):
             return False
+        if current != self._geometry[selected]:
+            return False
+        if which not in self._guards and all(type(tensor) in _GUARDED for tensor in tensors):
+            sizes: list[Any] = [list(tensor.size()) for tensor in tensors]
+            strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+            self._guards[which] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return True
 
     def moved(self) -> Iterator[Moved]:
         for index, (label, owner, key) in enumerate(zip(self._names, self._owners, self._keys, strict=True)):
@@ -139,6 +156,7 @@ class _WatchedTensors(_WatchedValues):
 
     def accept(self) -> None:
         super().accept()
+        self._guards.clear()
         self._geometry = list(map(self._geometry_of, self.values()))
 
 

@@ -227,24 +227,46 @@ class Watch:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.leave_out(modules)
-        self._hooks: list[dict[int, Any]] = []  # of all other modules
-        self._owners: list[Any] = []
-        self._keys: list[Any] = []
-        self._cells: list[types.CellType] = []
-        self._functions: list[types.FunctionType] = []
-        self._sized: dict[int, Any] = {}  # by id of the container, as are the next two
-        self._ordered: dict[int, Any] = {}  # dictionaries of which the keys are watched
-        self._large: dict[int, Any] = {}  # lists and dictionaries of which all items are watched
-        self._contents: list[Namespace] = []
-        self._absent: list[tuple[dict[str, Any], str]] = []  # globals that do not exist
-        self._containers: list[int] = []  # id of the container of each owner
+        self.hooks: list[dict[int, Any]] = []  # of all other modules
+        self.owners: list[Any] = []
+        self.keys: list[Any] = []
+        self.cells: list[types.CellType] = []
+        self.functions: list[types.FunctionType] = []
+        self.sized: dict[int, Any] = {}  # by id of the container, as are the next two
+        self.ordered: dict[int, Any] = {}  # dictionaries of which the keys are watched
+        self.large: dict[int, Any] = {}  # lists and dictionaries of which all items are watched
+        self.contents: list[Namespace] = []
+        self.absent: list[tuple[dict[str, Any], str]] = []  # globals that do not exist
+        self.containers: list[int] = []  # id of the container of each owner
         self._known: set[tuple[int, Any]] = set()
         self._excluded: set[tuple[int, Any]] = set()
-        self._environment = False
+        self.reads_environment = False
         self._seen: list[Any] = []
         self._sizes: list[Any] = []  # and contents
         self._variables: dict[Any, Any] = {}
         self._signature: tuple[Any, ...] = ()
+
+    @classmethod
+    def union(cls, watches: Iterable[Watch]) -> Watch:
+        """Return a Watch of all values that these watch now, each once."""
+        result = cls()
+        owned: dict[tuple[int, Any], Any] = {}
+        functions: dict[int, types.FunctionType] = {}
+        for one in watches:
+            values = zip(one.containers, one.keys, one.owners, strict=True)
+            owned |= {(where, key): owner for where, key, owner in values}
+            functions |= {id(function): function for function in one.functions}
+            result.cells += one.cells
+            result.hooks += one.hooks
+            result.contents += one.contents
+            result.absent += one.absent
+            result.sized |= one.sized
+            result.ordered |= one.ordered
+            result.large |= one.large
+            result.reads_environment |= one.reads_environment
+        result.owners, result.functions = list(owned.values()), list(functions.values())
+        result.containers, result.keys = [where for where, _ in owned], [key for _, key in owned]
+        return result
 
     def leave_out(self, modules: Iterable[nn.Module]) -> None:
         """Add no mode, hook or child of these modules from now on, and of no others: they are watched elsewhere."""
@@ -255,40 +277,40 @@ class Watch:
         self._excluded |= values
         kept = [
             index
-            for index, (container, key) in enumerate(zip(self._containers, self._keys, strict=True))
+            for index, (container, key) in enumerate(zip(self.containers, self.keys, strict=True))
             if (container, key) not in self._excluded
         ]
-        self._owners = [self._owners[index] for index in kept]
-        self._keys = [self._keys[index] for index in kept]
-        self._containers = [self._containers[index] for index in kept]
-        self._cells = [cell for cell in self._cells if (id(cell), 0) not in self._excluded]
+        self.owners = [self.owners[index] for index in kept]
+        self.keys = [self.keys[index] for index in kept]
+        self.containers = [self.containers[index] for index in kept]
+        self.cells = [cell for cell in self.cells if (id(cell), 0) not in self._excluded]
         changing = {container for container, _ in self._excluded}
-        for containers in (self._sized, self._ordered, self._large):
+        for containers in (self.sized, self.ordered, self.large):
             for where in containers.keys() & changing:
                 del containers[where]
-        self._functions = [function for function in self._functions if id(function) not in changing]
-        self._contents = [one for one in self._contents if id(one.container) not in changing]
+        self.functions = [function for function in self.functions if id(function) not in changing]
+        self.contents = [one for one in self.contents if id(one.container) not in changing]
         self._seen, self._sizes = [], []
 
     def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
         """Watch what a run may have read: values by the names in its code, and items of containers."""
         names, parts = reads.names | _indirect_names(namespaces, reads.names), reads.parts_of_names
-        self._environment |= reads.reads_environment
+        self.reads_environment |= reads.reads_environment
         for namespace in namespaces:
             container, where = namespace.container, id(namespace.container)
             if isinstance(namespace, Cell):
                 if self._is_new(where, 0):
-                    self._cells.append(container)
+                    self.cells.append(container)
                 continue
             if isinstance(namespace, FunctionParts):
                 if self._is_new(where, "__code__"):
-                    self._functions.append(container)
+                    self.functions.append(container)
                 continue
             if not self._is_watched(namespace):
                 continue
             if isinstance(namespace, Contents):
                 if self._is_new(where, "contents"):
-                    self._contents.append(namespace)
+                    self.contents.append(namespace)
                 continue
             if isinstance(namespace, (Items, Attributes)) and (where, MISSING) not in self._known:
                 self._known.add((where, MISSING))
@@ -296,7 +318,7 @@ class Watch:
                     self._add_container(namespace)
             if isinstance(namespace, Attributes) and HOOKS[0] in container and where not in self._modules:
                 if self._is_new(where, HOOKS):
-                    self._hooks += [container[name] for name in HOOKS]
+                    self.hooks += [container[name] for name in HOOKS]
             if isinstance(namespace, Items) and (
                 self._has_watched_items(namespace) or len(namespace.keys()) > MAX_SINGLE_ITEMS
             ):
@@ -304,13 +326,13 @@ class Watch:
             if isinstance(namespace, Globals) and namespace.code is not None:
                 for name in _absent_names(namespace.code, container):
                     if self._is_new(where, name):
-                        self._absent.append((container, name))
+                        self.absent.append((container, name))
             owner = namespace.values_by_key()
             for key, value in namespace.read().items():
                 if self._reads(namespace, key, value, names, parts) and self._is_new(where, key):
-                    self._owners.append(owner)
-                    self._keys.append(key)
-                    self._containers.append(where)
+                    self.owners.append(owner)
+                    self.keys.append(key)
+                    self.containers.append(where)
         self._seen, self._sizes = [], []
 
     def _is_new(self, where: int, key: Any) -> bool:
@@ -324,14 +346,14 @@ class Watch:
         """Watch the length of a container; of a small one also the keys, or all items if there are many."""
         container, where = namespace.container, id(namespace.container)
         if not isinstance(namespace, Items):
-            self._sized[where] = container
+            self.sized[where] = container
             return
-        keys = self._sized[where] = namespace.keys()
+        keys = self.sized[where] = namespace.keys()
         if not self._has_watched_items(namespace):
             if isinstance(container, dict) and len(keys) <= MAX_WATCHED_ITEMS:
-                self._ordered[where] = keys
+                self.ordered[where] = keys
             if MAX_SINGLE_ITEMS < len(keys) <= MAX_WATCHED_ITEMS:
-                self._large[where] = dict.values(container) if isinstance(container, dict) else container
+                self.large[where] = dict.values(container) if isinstance(container, dict) else container
 
     def _has_watched_items(self, namespace: Namespace) -> bool:
         """Whether an AddressBook watches the items: tensors, and the children of modules given at first."""
@@ -360,28 +382,28 @@ class Watch:
     def signature(self) -> tuple[Any, ...]:
         """Return the current values in a form that compares plain values by value and others by identity."""
         try:
-            now = list(map(getitem, self._owners, self._keys))
+            now = list(map(getitem, self.owners, self.keys))
         except (KeyError, IndexError):  # removed
-            now = [_item(owner, key) for owner, key in zip(self._owners, self._keys, strict=True)]
-        now += [_content(cell) for cell in self._cells]
-        now += itertools.chain.from_iterable(map(_function_parts, self._functions))
-        now += itertools.chain.from_iterable(self._ordered.values())
-        now += itertools.chain.from_iterable(self._large.values())
-        sizes: list[Any] = list(map(len, self._sized.values()))
-        if self._contents:
-            sizes += [namespace.read()["contents"] for namespace in self._contents]
-        if self._absent:
-            sizes += [name in container for container, name in self._absent]
-        if self._hooks:
-            sizes += map(tuple, self._hooks)
+            now = [_item(owner, key) for owner, key in zip(self.owners, self.keys, strict=True)]
+        now += [_content(cell) for cell in self.cells]
+        now += itertools.chain.from_iterable(map(_function_parts, self.functions))
+        now += itertools.chain.from_iterable(self.ordered.values())
+        now += itertools.chain.from_iterable(self.large.values())
+        sizes: list[Any] = list(map(len, self.sized.values()))
+        if self.contents:
+            sizes += [namespace.read()["contents"] for namespace in self.contents]
+        if self.absent:
+            sizes += [name in container for container, name in self.absent]
+        if self.hooks:
+            sizes += map(tuple, self.hooks)
         if (
             len(now) != len(self._seen)
             or not all(map(is_, now, self._seen))
             or sizes != self._sizes
-            or (self._environment and os.environ != self._variables)
+            or (self.reads_environment and os.environ != self._variables)
         ):
             self._seen, self._sizes = now, sizes
-            self._variables = dict(os.environ) if self._environment else {}
+            self._variables = dict(os.environ) if self.reads_environment else {}
             self._signature = (
                 *map(_comparable, now),
                 tuple(sizes),
@@ -523,14 +545,15 @@ class Versions:
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self._watch = Watch(modules)
-        self._numbers: dict[Any, int] = {self._watch.signature(): 0}
+        self.watch = Watch(modules)
+        self._numbers: dict[Any, int] = {self.watch.signature(): 0}
         self._next = 0
         self._last: tuple[Any, int] = (None, 0)
+        self.extensions = 0  # observed runs so far, each of which may change what is watched
 
     def current(self) -> int:
         """Return the number of the current values: an earlier one, if they are as they were then."""
-        signature = self._watch.signature()
+        signature = self.watch.signature()
         if signature is self._last[0]:  # unchanged: no need to hash it
             return self._last[1]
         found = self._numbers.get(signature)
@@ -548,12 +571,38 @@ class Versions:
 
         The number before the run stands for the values after it too, unless the run made some of them.
         """
-        number, extension = self.current(), Extension(self._watch)
+        number, extension = self.current(), Extension(self.watch)
         yield extension
         if extension.made:
             self._next += 1
             number = self._next
-        self._numbers, self._last = {self._watch.signature(): number}, (None, 0)
+        self._numbers, self._last = {self.watch.signature(): number}, (None, 0)
+        self.extensions += 1
+
+
+class AllVersions:
+    """The numbers of several Versions. A value that many of them watch is read once."""
+
+    def __init__(self, versions: Sequence[Versions]):
+        self._versions = versions
+        self._union = Watch()
+        self._extensions: list[int] = []
+        self._signature: tuple[Any, ...] | None = None
+        self._numbers: list[int] = []
+
+    def current(self) -> list[int]:
+        """Return the number of each; see `Versions.current`."""
+        extensions = list(map(_extensions, self._versions))
+        if extensions != self._extensions:
+            self._extensions, self._signature = extensions, None
+            self._union = Watch.union(one.watch for one in self._versions)
+        signature = self._union.signature()
+        if signature is not self._signature:
+            self._signature, self._numbers = signature, [one.current() for one in self._versions]
+        return self._numbers
+
+
+_extensions = attrgetter("extensions")
 
 
 class Extension:

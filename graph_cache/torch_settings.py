@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -89,15 +90,26 @@ SETTINGS = (
 _GETTERS = [setting.get for setting in SETTINGS]
 _FP32 = slice(len(SETTINGS) - 8, len(SETTINGS) - 2)  # the fp32_precision settings
 _SAME_PRECISION = {"none": "ieee"}  # unset, and set to the default
+_BLAS, _LINALG = _FP32.start - 2, _FP32.start - 1
 _PRIORITY = len(SDP_BACKENDS)  # index of the one that is a list
+
+
+_last: tuple[list[Any], Settings] = ([], ())  # values as the getters return them, and what `settings` made of them
 
 
 def settings() -> Settings:
     """Return the current values of all settings, and the default device last."""
-    values = [get() for get in _GETTERS]
-    values[_FP32] = [_SAME_PRECISION.get(value, value) for value in values[_FP32]]
-    values[_PRIORITY] = tuple(values[_PRIORITY])
-    return (*values, _default_device() if _len_torch_function_stack() else None)
+    global _last
+    values = list(map(call, _GETTERS))
+    values[_BLAS], values[_LINALG] = int(values[_BLAS]), int(values[_LINALG])  # comparing these enumerations is slow
+    values.append(_default_device() if _len_torch_function_stack() else None)
+    before, result = _last
+    if values != before:
+        precisions = [_SAME_PRECISION.get(value, value) for value in values[_FP32]]
+        result = (*values[:_PRIORITY], tuple(values[_PRIORITY]), *values[_PRIORITY + 1 : _FP32.start], *precisions)
+        result += tuple(values[_FP32.stop :])
+        _last = values, result
+    return result
 
 
 def _default_device() -> torch.device | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.host_reads import GLOBAL_HOOKS, Reads, Versions
+from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
@@ -438,6 +438,7 @@ class Watched:
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
         self._float_owners = [owner for attached in modules for owner in attached.float_owners]
         self._float_names = [name for attached in modules for name in attached.float_names]
+        self._versions = AllVersions([attached.versions for attached in modules])
         self._seen: tuple[list[Any], ...] = ()
         self._changes: Counter[int] = Counter()  # by index of the float attribute
 
@@ -458,7 +459,7 @@ class Watched:
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
             list(map(len, self._hooks)),
-            [attached.versions.current() for attached in self._modules],
+            self._versions.current(),
             current_numbers(self._float_owners, self._float_names),
         )
         if now != self._seen:

@@ -161,6 +161,16 @@ class BackwardKey:
         strides = tuple([None if grad is None else grad.stride() for grad in grads])
         return cls(strides, autocast_state(), settings())
 
+    def matches(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether `of` would return an equal key. Runs for every layer of every backward."""
+        for grad, strides in zip(grads, self.strides, strict=True):
+            if strides is None or grad is None:
+                if strides is not grad:
+                    return False
+            elif grad.stride() != strides:
+                return False
+        return settings() == self.settings and autocast_state() == self.autocast
+
 
 class Expected:
     """Fast matcher for calls of one key. Runs at every call of a step, at a fraction of the cost of building a key.

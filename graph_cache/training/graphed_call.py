@@ -373,7 +373,7 @@ class GraphedCall:
         memory may overwrite them. Parameter gradients keep their values while referenced.
         """
         differentiable = [grads[index] for index in self.differentiable] if self.undifferentiable else grads
-        if BackwardKey.of(differentiable) != self._backward_key:
+        if not self._backward_key.matches(differentiable):
             return self._eager_backward(grads)
         saved = self._uncopied_gradients.save() if self._uncopied_gradients is not None else None
         for index, address, static in self._static_grad_outputs:
