@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -89,7 +89,6 @@ class CacheEntry:
     runners: list[GraphRunner] = field(default_factory=list)
     real_rows: int = 0
     nbytes: int = 0
-    modes: Hashable = None
 
     def drop(self, cause: CaptureStatus) -> None:
         """Destroy the graphs, or forget the failure."""
@@ -188,10 +187,13 @@ class GraphCache:
         Inputs are given by name, or by position in the order of `inputs`.
 
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
-        A call runs eager if what the capture baked in differs: autocast, the settings in `torch_settings.py`, train or
-        eval mode and hooks of modules, and Python state that `fn` reads. It runs eager on its rows alone, without
-        padding, if `fn` changes Python state, if a result depends on other rows or has the batch in another dimension
-        than the first, and within a TorchFunctionMode or TorchDispatchMode.
+        A call runs eager on its rows alone, without padding,
+
+        - if what a capture bakes in differs from the first call or capture: autocast, the settings in
+          `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
+        - if `fn` changes Python state, or writes to a parameter;
+        - if a result depends on other rows, or has the batch in another dimension than the first;
+        - within a TorchFunctionMode or TorchDispatchMode.
 
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
         rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
@@ -240,6 +242,9 @@ class GraphCache:
             if plan.bucket is None or site.refusal:
                 site.buffers.check(tensors, rows)
                 return self.run_unpadded(plan, tensors)
+            if site.in_other_modes():
+                site.buffers.check(tensors, rows)
+                return self.run_unpadded(plan, tensors, OTHER_MODES)
             site.buffers.load(tensors, rows, plan.bucket)
             return self.run(plan).copy()
 
@@ -294,8 +299,7 @@ class GraphCache:
             if self.enabled and site.serves(plan.key.variant):
                 entry = self._capture_for(plan.key)
         reason: str | None = None
-        other_modes = entry is not None and site.state is not None and entry.modes != site.state.current()
-        if entry is not None and entry.state.captured and not other_modes:
+        if entry is not None and entry.state.captured:
             for runner in entry.runners:
                 runner.replay()
             entry.state.replays += 1
@@ -304,15 +308,11 @@ class GraphCache:
             if self.manifest is not None:
                 self.manifest.replayed(plan.key)
         else:
-            layout = site.layout(plan.key)
             site.run_eager(plan.key)
-            reason = self._eager_reason(site, plan.key) or (OTHER_MODES if other_modes else NOT_CAPTURED)
+            reason = self._eager_reason(site, plan.key) or NOT_CAPTURED
             self.stats.fallbacks[site.name, site.phase, reason] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
-        value = site.outputs(plan.key, plan.rows)
-        if other_modes and layout is not None:
-            site.set_layout(plan.key, layout)  # the graph still has its own results
-        return Ran(plan.key, reason, value)
+        return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor], reason: str | None = None) -> Any:
         """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it, under `reason` if given.
@@ -433,6 +433,8 @@ class GraphCache:
                 if site.state is not None and key not in site.observed and not site.refusal:
                     site.observe(key, lambda: site.run_bodies(key), keeps=False)
                 site.raise_if_refused()
+                if site.in_other_modes():
+                    raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")
                 # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
                 known = any(one.key.site == key.site and not one.state.may_capture for one in self._entries.values())
                 for body in site.bodies(key):
@@ -447,7 +449,6 @@ class GraphCache:
                     runners.append(runner)
                     site.capture(runner.capture)
                 if site.state is not None:
-                    entry.modes = site.state.current()
                     site.check_rows([self.pool.backend.default_generator])
                     site.raise_if_refused()
             except CaptureError as error:

@@ -6,7 +6,7 @@ Runs the callable on static buffers and stores its results. Capture policy and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class Site:
         self.batched_results: list[bool] | None = None
         self.refusal = ""
         self._rows_checked = False
+        self._modes: Hashable = None  # in which the rows were checked; see FunctionState.current
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
@@ -163,7 +164,7 @@ class Site:
 
     def forget_refusal(self) -> None:
         """Observe and check again: the function may have changed."""
-        self.refusal, self._rows_checked = "", False
+        self.refusal, self._rows_checked, self._modes = "", False, None
         self.observed.clear()
 
     def check_rows(self, generators: Sequence[torch.Generator]) -> None:
@@ -174,6 +175,8 @@ class Site:
         if self._rows_checked or self.refusal:
             return
         self._rows_checked = True
+        if self.state is not None:
+            self._modes = self.state.current()
         rows = self.buffers.max_rows
         if rows < 2 or not any(spec.batched for spec in self.buffers.specs.values()):
             return
@@ -206,18 +209,17 @@ class Site:
                 changes = self.state.refused_changes(check)
                 self.refusal = self.refusal or changes
 
+    def in_other_modes(self) -> bool:
+        """Whether a function made by `GraphCache.graphed` now has other modes than those in which it was checked.
+
+        Its rows may depend on each other in these, as in a batch norm in train mode.
+        """
+        return self.state is not None and self._rows_checked and self._modes != self.state.current()
+
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
-
-    def layout(self, key: GraphKey) -> tuple[Any, list[OutputLabel]] | None:
-        """Return the structure and labels of the results of the last run of a key, or None."""
-        return self._result_layouts.get(key)
-
-    def set_layout(self, key: GraphKey, layout: tuple[Any, list[OutputLabel]]) -> None:
-        """Set what `layout` returned."""
-        self._result_layouts[key] = layout
 
     def outputs(self, key: GraphKey, rows: int) -> Any:
         """Return the last run's results for a key, cut to `rows`, in the callable's own structure. They are aliases."""

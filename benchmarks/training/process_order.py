@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--reset", choices=RESETS, default="none", help="what to restore before the last file")
     arguments = parser.parse_args(argv)
     reporter = _Reporter(arguments.files, arguments.reset)
-    options = ["-q", "-s", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    options = ["-q", "-s", "-m", "gpu", "-p", "no:randomly", "-p", "no:cacheprovider"]
     status = int(pytest.main([*options, *arguments.files], plugins=[reporter]))
     if arguments.json:
         arguments.json.write_text(json.dumps({"status": status, "changed": reporter.changed}, indent=2), "utf-8")

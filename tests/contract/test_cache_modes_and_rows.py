@@ -148,6 +148,21 @@ def test_results_that_padding_would_change_are_computed_without_padding(pool, de
     assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
 
 
+def test_a_model_switched_to_train_mode_gets_no_padding(pool, device):
+    """Its rows depended on no others when they were checked."""
+    torch.manual_seed(0)
+    model, eager = (nn.BatchNorm1d(4, device=device).eval() for _ in range(2))
+    cache = cache_of(pool, device)
+    run = cache.graphed("norm", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    for train, rows in ((False, 3), (True, 3), (True, 2), (False, 3), (False, 2)):
+        model.train(train)
+        eager.train(train)
+        x = torch.randn(rows, 4, device=device)
+        with torch.inference_mode():
+            torch.testing.assert_close(run(x=x), eager(x), rtol=1e-6, atol=1e-6)
+    assert reasons(cache) == {"other_modes"} and sum(cache.stats.replays.values()) == 3
+
+
 @pytest.mark.parametrize("spec", [INPUT, TOKENS], ids=["floats", "integers"])
 def test_an_embedding_that_renormalises_its_weight_gets_no_padding(pool, device, spec):
     """Padding selects rows of the weight that the call does not."""

@@ -75,7 +75,8 @@ def run_inference(
                                 raise
                             finally:
                                 bucket = cache.plan("model", step.rows).bucket
-                                outcome.decisions.append(None if site.refusal or unpadded else bucket)
+                                unpadded |= bool(site.refusal) or site.in_other_modes()
+                                outcome.decisions.append(None if unpadded else bucket)
                         else:
                             bucket = decisions[index] if decisions and index < len(decisions) else None
                             result = _eager(function, tensors, bucket)
