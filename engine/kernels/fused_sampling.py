@@ -94,9 +94,11 @@ def sample_slots(
         values, floats, slots, positions, row_params, *hash_constants, PROCESSORS=processors, num_warps=1
     )
     column = row_params.unbind(1)
+    groups = 0 if limits == "none" else GROUPS
     if processors:
-        logits = _adjust(slots_of, logits, row_params, slots, positions)
-    launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE, 0 if limits == "none" else GROUPS)
+        launch = _launch_adjust(slots_of, logits, row_params, slots, positions, groups)
+    else:
+        launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE, groups)
     min_p, u = column[slot_kernels.MIN_P], column[slot_kernels.UNIFORM]
     _sample_full(launch, column[slot_kernels.FULL], min_p, u, next_tokens)
     if limits != "none":
@@ -110,29 +112,12 @@ def sample_slots(
         _sample_truncated(launch, columns, next_tokens, CANDIDATES)
     if processors:
         slot_kernels.argmax_kernel[(rows,)](
-            logits, row_params, launch.tile_max, next_tokens, **launch.tile_args, **launch.row_args
+            launch.logits, row_params, launch.tile_max, next_tokens, **launch.tile_args, **launch.row_args
         )
     slot_kernels.finish_kernel[(rows,)](
         row_params, values, slots, next_tokens, last_tokens, slots_of.counts,
         V=vocab_size, PROCESSORS=processors, num_warps=1,
     )  # fmt: skip
-
-
-def _adjust(slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """Return logits float32 [b, V] after penalties, masks, logit bias and bans; inactive rows are undefined."""
-    (rows, vocab_size), values = logits.shape, slots_of.values
-    x = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
-    slot_kernels.penalise_kernel[(triton.cdiv(vocab_size, TILE), rows)](
-        logits, row_params, values, values.view(torch.float64), slots, slots_of.counts, slots_of.masks, x,
-        logits.stride(0),
-        V=vocab_size, TILE=TILE, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    for kernel, inputs, width in (
-        (slot_kernels.bias_kernel, (slots_of.bias_ids, slots_of.bias_values), slots_of.bias_ids.shape[1]),
-        (slot_kernels.ban_kernel, (positions, slots_of.banned_ids), slots_of.banned_ids.shape[1]),
-    ):
-        kernel[(rows,)](x, row_params, values, slots, *inputs, V=vocab_size, WIDTH=width, BLOCK=256, num_warps=4)
-    return x
 
 
 class _Launch(NamedTuple):
@@ -149,6 +134,12 @@ class _Launch(NamedTuple):
     tile_sums: Tensor
     tile_args: dict[str, Any]
     row_args: dict[str, Any]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """One program per tile of a row."""
+        rows, tiles = self.tile_max.shape
+        return tiles, rows
 
 
 def _sample_full(launch: _Launch, temperature: Tensor, min_p: Tensor, u: Tensor, token_ids: Tensor) -> None:
@@ -201,20 +192,41 @@ def _launch_tile_max(logits: Tensor, active: Tensor, tile: int, groups: int) -> 
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    launch = _new_launch(logits, tile, groups)
+    tile_max_kernel[launch.grid](
+        logits, active, launch.tile_max, launch.group_max, logits.stride(0), active.stride(0),
+        **launch.tile_args, GROUPS=groups,
+    )  # fmt: skip
+    return launch
+
+
+def _launch_adjust(
+    slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Tensor, positions: Tensor, groups: int
+) -> _Launch:
+    """Launch what `_launch_tile_max` does on logits float32 after penalties, masks, logit bias and bans."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    values = slots_of.values
+    launch = _new_launch(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), TILE, groups)
+    slot_kernels.adjust_kernel[launch.grid](
+        logits, row_params, values, values.view(torch.float64), slots, positions, slots_of.counts, slots_of.masks,
+        slots_of.bias_ids, slots_of.bias_values, slots_of.banned_ids, launch.logits, launch.tile_max, launch.group_max,
+        logits.stride(0), **launch.tile_args, GROUPS=groups,
+        BIAS_WIDTH=slots_of.bias_ids.shape[1], BAN_WIDTH=slots_of.banned_ids.shape[1], enable_fp_fusion=False,
+    )  # fmt: skip
+    return launch
+
+
+def _new_launch(logits: Tensor, tile: int, groups: int) -> _Launch:
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, tile)
-    # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
-    tile_args = {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))}
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    group_max = tile_max.new_empty(rows, tiles * groups)
-    tile_max_kernel[(tiles, rows)](
-        logits, active, tile_max, group_max, logits.stride(0), active.stride(0), **tile_args, GROUPS=groups
-    )
     return _Launch(
         logits,
         tile_max,
-        group_max,
+        tile_max.new_empty(rows, tiles * groups),
         tile_max.new_empty(rows, tiles, dtype=torch.int64),
-        tile_args,
+        # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
+        {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))},
         {"NUM_TILES": tiles, "TILES_PAD": triton.next_power_of_2(tiles)},
     )

@@ -33,14 +33,19 @@ def tile_max_kernel(
     row = tl.program_id(1).to(tl.int64)
     if tl.load(temperature_ptr + row * param_stride) > 0:
         x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
-        x = tl.where(x == x, x, float("inf"))
-        at = row * tl.num_programs(0) + tile
-        if GROUPS:
-            group_max = tl.max(tl.reshape(x, [TILE // GROUPS, GROUPS]), 0)
-            tl.store(group_max_ptr + at * GROUPS + tl.arange(0, GROUPS), group_max)
-            tl.store(tile_max_ptr + at, tl.max(group_max, 0))
-        else:
-            tl.store(tile_max_ptr + at, tl.max(x, 0))
+        store_maxima(x, tile_max_ptr, group_max_ptr, row * tl.num_programs(0) + tile, TILE, GROUPS)
+
+
+@triton.jit
+def store_maxima(x, tile_max_ptr, group_max_ptr, at, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """Store what tile_max_kernel writes for the logits x float32 [TILE] of tile number `at` of all rows."""
+    x = tl.where(x == x, x, float("inf"))
+    if GROUPS:
+        group_max = tl.max(tl.reshape(x, [TILE // GROUPS, GROUPS]), 0)
+        tl.store(group_max_ptr + at * GROUPS + tl.arange(0, GROUPS), group_max)
+        tl.store(tile_max_ptr + at, tl.max(group_max, 0))
+    else:
+        tl.store(tile_max_ptr + at, tl.max(x, 0))
 
 
 @triton.jit

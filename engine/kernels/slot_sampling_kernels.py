@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import slot_columns
-from engine.kernels.sampling_kernels import logits_tile, row_max
+from engine.kernels.sampling_kernels import logits_tile, row_max, store_maxima
 
 # Columns of the rows' parameters, float64. ACTIVE is above 0 for rows to sample or to take the argmax of.
 ACTIVE, FULL, TRUNCATED, ARGMAX, TOP_K, TOP_P, MIN_P, UNIFORM = range(8)
@@ -76,23 +76,26 @@ def _shift_right(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def penalise_kernel(
-    logits_ptr, row_params_ptr, values_ptr, floats_ptr, slots_ptr, counts_ptr, masks_ptr, out_ptr, logits_stride,
-    V: tl.constexpr, TILE: tl.constexpr,
+def adjust_kernel(
+    logits_ptr, row_params_ptr, values_ptr, floats_ptr, slots_ptr, positions_ptr, counts_ptr, masks_ptr,
+    bias_ids_ptr, bias_ptr, banned_ids_ptr, out_ptr, tile_max_ptr, group_max_ptr, logits_stride,
+    V: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, BIAS_WIDTH: tl.constexpr, BAN_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of an active row to out float32 [rows, V], after its slot's penalties and mask, if it has any.
+    """Write a tile of an active row to out float32 [rows, V], after its slot's adjustments, and the tile's maxima.
 
-    counts int32 [slots, V]: see TokenCounts. masks int32 [slots + 1, ceil(V / 32)]: tokens that a constrained slot does
-    not allow become -inf, which later adjustments don't change. Launch without fused multiply-add, which rounds
+    Adjustments, in order: penalties by counts int32 [slots, V] (see TokenCounts); the mask, of masks int32 [slots + 1,
+    ceil(V / 32)]; logit bias [slots + 1, BIAS_WIDTH]; before position BANNED_UNTIL, bans [slots + 1, BAN_WIDTH]. Tokens
+    that are not allowed become -inf. Maxima: see tile_max_kernel. Launch without fused multiply-add, which rounds
     differently from torch.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if tl.load(row_params_ptr + row * _ROW_COLUMNS + _ACTIVE) > 0:
         slot = tl.load(slots_ptr + row)
+        values = values_ptr + slot * _COLUMNS
         x = logits_tile(logits_ptr + row * logits_stride, tile, V, TILE)
         cols = tile * TILE + tl.arange(0, TILE)
-        if tl.load(values_ptr + slot * _COLUMNS + _PENALISED) > 0:
+        if tl.load(values + _PENALISED) > 0:
             floats = floats_ptr + slot * _COLUMNS
             repetition = tl.load(floats + _REPETITION).to(tl.float32)
             counts = tl.load(counts_ptr + (slot - 1) * V + cols, mask=cols < V, other=0)
@@ -101,47 +104,21 @@ def penalise_kernel(
             x = tl.where(counts > 0, repeated, x)
             x -= tl.load(floats + _FREQUENCY).to(tl.float32) * occurrences
             x -= tl.where(occurrences > 0, tl.load(floats + _PRESENCE).to(tl.float32), 0.0)
-        if tl.load(values_ptr + slot * _COLUMNS + _CONSTRAINED) > 0:
+        if tl.load(values + _CONSTRAINED) > 0:
             mask_ptr = masks_ptr + slot * ((V + _MASK_BITS - 1) // _MASK_BITS)
             words = tl.load(mask_ptr + cols // _MASK_BITS, mask=cols < V, other=0)
             x = tl.where((words >> (cols % _MASK_BITS)) & 1 != 0, x, float("-inf"))
-        tl.store(out_ptr + row * V + cols, x, mask=cols < V)
-
-
-@triton.jit
-def bias_kernel(
-    x_ptr, row_params_ptr, values_ptr, slots_ptr, ids_ptr, bias_ptr,
-    V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the logit bias of row `program_id` to x float32 [rows, V]. ids and bias are [slots + 1, WIDTH]."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(row_params_ptr + row * _ROW_COLUMNS + _ACTIVE) > 0:
-        slot = tl.load(slots_ptr + row)
-        count = tl.load(values_ptr + slot * _COLUMNS + _NUM_BIASED)
-        for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            ids = tl.load(ids_ptr + slot * WIDTH + at, mask=at < count, other=0)
-            bias = tl.load(bias_ptr + slot * WIDTH + at, mask=at < count, other=0.0)
-            target = x_ptr + row * V + ids
-            tl.store(target, tl.load(target, mask=at < count, other=0.0) + bias, mask=at < count)
-
-
-@triton.jit
-def ban_kernel(
-    x_ptr, row_params_ptr, values_ptr, slots_ptr, positions_ptr, ids_ptr,
-    V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Set the banned tokens of row `program_id` in x float32 [rows, V] to -inf, before position BANNED_UNTIL."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(row_params_ptr + row * _ROW_COLUMNS + _ACTIVE) > 0:
-        slot = tl.load(slots_ptr + row)
-        values = values_ptr + slot * _COLUMNS
-        count = tl.load(values + _NUM_BANNED)
+        for index in range(tl.load(values + _NUM_BIASED)):
+            token = tl.load(bias_ids_ptr + slot * BIAS_WIDTH + index)
+            if token // TILE == tile:
+                x = tl.where(cols == token, x + tl.load(bias_ptr + slot * BIAS_WIDTH + index), x)
         if tl.load(positions_ptr + row) < tl.load(values + _BANNED_UNTIL):
-            for start in range(0, count, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                ids = tl.load(ids_ptr + slot * WIDTH + at, mask=at < count, other=0)
-                tl.store(x_ptr + row * V + ids, tl.full([BLOCK], float("-inf"), tl.float32), mask=at < count)
+            for index in range(tl.load(values + _NUM_BANNED)):
+                token = tl.load(banned_ids_ptr + slot * BAN_WIDTH + index)
+                if token // TILE == tile:
+                    x = tl.where(cols == token, float("-inf"), x)
+        tl.store(out_ptr + row * V + cols, x, mask=cols < V)
+        store_maxima(x, tile_max_ptr, group_max_ptr, row * tl.num_programs(0) + tile, TILE, GROUPS)
 
 
 @triton.jit

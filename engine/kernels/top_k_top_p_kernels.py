@@ -29,7 +29,8 @@ _UNDECIDED = tl.constexpr(-2)  # token of a row whose candidates do not suffice
 _NO_TOKEN = tl.constexpr(2**62)  # sort key of no token: greater than all keys
 _INF_BITS = tl.constexpr(0x7F800000)  # float bits of +inf: -z of z = -inf
 _GROUPS_PER_TOP_K = tl.constexpr(4)  # fewer groups than this per token of top-k would give too many candidates
-_FEW = tl.constexpr(512)  # candidates whose places are found by comparing all pairs
+# Numbers of candidates whose places are found by comparing all pairs: as many as most rows have, and at most.
+_FEW, _SOME = tl.constexpr(128), tl.constexpr(512)
 _PAIRS = tl.constexpr(16)  # candidates that each one is compared with at a time
 _DIGIT_BITS = tl.constexpr(3)  # bits of a sort key found by one pass over the tokens
 _RADIX = tl.constexpr(8)  # values of one digit
@@ -138,9 +139,14 @@ def sample_truncated_kernel(
                 found = tl.load(counts_ptr + _BINS)
                 count = tl.minimum(found, MAX_CANDIDATES)
                 if count <= _FEW:
-                    token, complete = _sample_of_few(
+                    token, complete = _sample_by_pairs(
                         key_ptr + row * MAX_CANDIDATES, count, sums_ptr, top_k, top_p, min_weight, u,
-                        NUM_TILES, TILES_PAD, ID_BITS,
+                        NUM_TILES, TILES_PAD, ID_BITS, _FEW,
+                    )  # fmt: skip
+                elif count <= _SOME:
+                    token, complete = _sample_by_pairs(
+                        key_ptr + row * MAX_CANDIDATES, count, sums_ptr, top_k, top_p, min_weight, u,
+                        NUM_TILES, TILES_PAD, ID_BITS, _SOME,
                     )  # fmt: skip
                 else:
                     token, complete = _sample(
@@ -179,16 +185,16 @@ def _sample(
 
 
 @triton.jit
-def _sample_of_few(
+def _sample_by_pairs(
     key_ptr, count, sums_ptr, top_k, top_p, min_weight, u,
-    NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr, ID_BITS: tl.constexpr,
+    NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr, ID_BITS: tl.constexpr, MAX_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_sample` returns, for at most _FEW candidates."""
-    at = tl.arange(0, _FEW)
+    """Return what `_sample` returns, for at most MAX_COUNT candidates."""
+    at = tl.arange(0, MAX_COUNT)
     keys = tl.load(key_ptr + at, mask=at < count, other=_NO_TOKEN)
     weights = _weights_of_keys(keys, ID_BITS)
-    place = tl.zeros([_FEW], tl.int32)  # number of more likely candidates
-    mass_before = tl.zeros([_FEW], tl.int64)  # their sum of weights
+    place = tl.zeros([MAX_COUNT], tl.int32)  # number of more likely candidates
+    mass_before = tl.zeros([MAX_COUNT], tl.int64)  # their sum of weights
     for start in range(0, count, _PAIRS):
         other_at = start + tl.arange(0, _PAIRS)
         others = tl.load(key_ptr + other_at, mask=other_at < count, other=_NO_TOKEN)
