@@ -17,6 +17,7 @@ from graph_cache.backends.base import CapturedGraph, Memory
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.pool import GraphPool
 from graph_cache.reference import Reference
+from graph_cache.torch_settings import free_frames
 
 
 class RunnerState(enum.Enum):
@@ -101,6 +102,7 @@ class GraphRunner:
                 with self._pool.capture_flag():
                     self._graph = self._pool.backend.capture(fn, self._memory, self._generators, reference)
             except BaseException as error:
+                free_frames(error)
                 self.close()
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise

@@ -20,6 +20,7 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.row_check import check_rows
+from graph_cache.torch_settings import free_frames
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class Site:
                     [] if self.state is None else self.state.parameters(),
                 )
             except Exception as error:  # it may reject noise, or other rows than those of its buckets
+                free_frames(error)
                 logger.debug("%s: rows are not checked: %s", self.name, error)
 
         with torch.inference_mode():

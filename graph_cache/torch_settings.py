@@ -6,13 +6,14 @@ Read at every call, so `settings` loops over getters of PyTorch's C extension.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import call
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack, _PreserveDispatchKeyGuard
 from torch.backends import mha
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -155,6 +156,24 @@ def recreated(wanted: Settings) -> Iterator[None]:
         for setting, old, _ in different:
             if setting.set is not None:
                 setting.set(list(old) if isinstance(old, tuple) else old)
+
+
+def free_frames(error: BaseException) -> None:
+    """Free what the frames of a caught exception hold.
+
+    An exception within the repr of a tensor leaves a guard in them. Whenever it is freed, it restores the dispatch
+    state of the thread at its creation, such as an autocast region that has ended since.
+    """
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or one.__context__
+    with _PreserveDispatchKeyGuard():
+        for one in chain:
+            traceback.clear_frames(one.__traceback__)
+            for frame, _ in traceback.walk_tb(one.__traceback__):
+                frame.f_locals  # noqa: B018 (a snapshot of the locals, if there is one, is emptied by reading it)
 
 
 def autocast_state() -> Autocast:

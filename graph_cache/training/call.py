@@ -34,6 +34,8 @@ class CallKey:
     - `autocast`: see `autocast_state`.
     - `settings`: PyTorch's global settings, which select kernels.
     - `ambient_state`: other state that a capture would bake in (see `AmbientState`).
+    - `leaves`: under autocast, whether each tensor is a leaf; else empty. Autocast caches the casts of leaves, so their
+      gradients are added before the cast and not after it.
     """
 
     structure: TreeSpec
@@ -45,6 +47,7 @@ class CallKey:
     autocast: Autocast
     settings: Settings
     ambient_state: Hashable = None
+    leaves: tuple[bool, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # cached: each call is looked up several times
@@ -84,7 +87,7 @@ def flatten_call(
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    grad = torch.is_grad_enabled()
+    grad, autocast = torch.is_grad_enabled(), autocast_state()
     signatures = tuple(
         [
             (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)
@@ -98,11 +101,16 @@ def flatten_call(
         signatures,
         training,
         grad,
-        autocast_state(),
+        autocast,
         settings(),
         ambient_state,
+        _leaves(tensors) if any(autocast) else (),
     )
     return key, tensors
+
+
+def _leaves(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    return tuple([tensor.is_leaf for tensor in tensors])
 
 
 class NegativeZero(float):
@@ -184,7 +192,7 @@ class Expected:
         self._training, self._autocast, self._ambient_state = key.training, key.autocast, key.ambient_state
         self._settings = key.settings
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
-        self._signatures = key.tensors
+        self._signatures, self._leaves = key.tensors, key.leaves
         self._values = list(zip(key.values, key.types, strict=True))
 
     def tensors(
@@ -214,7 +222,7 @@ class Expected:
                 or signature != (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             ):
                 return None
-        return tensors
+        return tensors if not self._leaves or _leaves(tensors) == self._leaves else None
 
     def _match_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the leaves at tensor positions if all other leaves match, else None."""
@@ -236,6 +244,16 @@ def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict
     remaining = iter(tensors)
     leaves = [next(remaining) if value is TENSOR else value for value in key.values]
     return tree_unflatten(leaves, key.structure)
+
+
+def as_leaves(key: CallKey, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors that are leaves, or aliases with a history, as autocast saw them in a call of this key."""
+    if not key.leaves:
+        return list(tensors)
+    return [
+        tensor if is_leaf or not tensor.requires_grad else torch.ops.aten.alias(tensor)
+        for tensor, is_leaf in zip(tensors, key.leaves, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

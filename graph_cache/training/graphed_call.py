@@ -27,6 +27,7 @@ from graph_cache.training.call import (
     BackwardKey,
     CallKey,
     Result,
+    as_leaves,
     is_sparse,
     lacks_memory,
     modes_as,
@@ -216,7 +217,7 @@ class GraphedCall:
                 f"{self.name} contains {', '.join(self._wrappers)}, whose forward prepares the reduction of gradients, "
                 "which a replay would skip: attach modules inside the wrapper"
             )
-        args, kwargs = unflatten_call(self.key, self.inputs)
+        args, kwargs = unflatten_call(self.key, as_leaves(self.key, self.inputs))
         with (
             self._recreate_ambient_state(self.key.ambient_state),
             modes_as(self.key.autocast, self.key.settings),

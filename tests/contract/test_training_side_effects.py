@@ -86,6 +86,39 @@ def test_each_module_is_captured_under_its_own_autocast(pool, device, loss_of):
     assert sum(stats.replays.values()) >= 2 * 3 and not stats.failed_captures
 
 
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_gradients_of_an_input_that_autocast_casts_twice_are_added_as_in_eager(pool, device, is_leaf):
+    """Autocast caches the cast of a leaf, and casts any other tensor at each use."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x):
+            weights = self.router(x).softmax(-1)
+            return weights[..., :1] * self.experts[0](x) + weights[..., 1:] * self.experts[1](x)
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def loss_of(model, x, step):
+        hidden = (x if is_leaf else x * model[0].scale).requires_grad_()
+        with torch.autocast(x.device.type, torch.bfloat16):
+            result = model[1](hidden)
+        inputs.append(hidden)
+        hidden.retain_grad()
+        return result.float().pow(2).mean()
+
+    inputs: list[torch.Tensor] = []
+    _, stats = both(
+        lambda: nn.Sequential(Scale(), Experts()), ["1"], loss_of, pool, device, lambda model: [inputs[-1].grad.clone()]
+    )
+    assert stats.replays and not stats.failed_captures
+
+
 def test_a_region_without_autocast_inside_a_module_has_a_backward_without_it(pool, device):
     class Inner(nn.Linear):
         def forward(self, x):
