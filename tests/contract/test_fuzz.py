@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.contract.fuzz import blocks
 from tests.contract.fuzz.campaign import EQUAL, check, program_of, run_campaign
-from tests.contract.fuzz.grammar import APIS, draw_program, parse, short
+from tests.contract.fuzz.grammar import APIS, Block, Program, Step, draw_program, parse, short
 from tests.contract.fuzz.mutations import mutated
 from tests.contract.fuzz.open_findings import is_open
 
@@ -93,3 +94,16 @@ def test_the_command_stops_in_time_and_a_printed_program_runs_again():
     one = subprocess.run([*command, "--only", "3"], capture_output=True, text=True)
     text = one.stdout.splitlines()[0]
     assert short(parse(text)) == text
+
+
+def test_a_capture_refused_within_a_repr_leaves_autocast_as_it_was():
+    """PyTorch's repr holds a guard that restores the autocast state whenever the exception's frames are freed."""
+    block = Block(kind="host_read", value=list(blocks.READS).index("repr"))
+    program = Program(
+        api="iteration", blocks=(block,), steps=(Step(),) * 4, registers=True, quirks=("autocast_inside",)
+    )
+    try:
+        assert check(program, torch.device("cpu")).reasons["capture_failed"]
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", False)

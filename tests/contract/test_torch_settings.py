@@ -207,22 +207,3 @@ def test_modes_that_see_operations_keep_calls_eager(pool, device):
             graphed(x).sum().backward()
     assert stats.fallbacks["model", "forward", "transform"] == 1 and sum(stats.replays.values()) == 2
     assert not modes_active()
-
-
-def test_a_capture_refused_within_a_repr_leaves_autocast_as_it_was(pool, device):
-    """PyTorch's repr holds a guard that restores the autocast state whenever the exception is freed."""
-    linear = nn.Linear(4, 4).to(device)
-
-    def step(x):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            repr(x)
-            loss = linear(x).sum()
-        loss.backward()
-        return loss
-
-    stats = CacheStats()
-    iteration = iteration_of(pool, stats, step)
-    for _ in range(4):
-        iteration(torch.ones(4, 4, device=device))
-        assert not torch.is_autocast_enabled(device.type)
-    assert stats.failed_captures
