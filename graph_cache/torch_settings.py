@@ -93,8 +93,6 @@ _FP32 = slice(len(SETTINGS) - 8, len(SETTINGS) - 2)  # the fp32_precision settin
 _SAME_PRECISION = {"none": "ieee"}  # unset, and set to the default
 _BLAS, _LINALG = _FP32.start - 2, _FP32.start - 1
 _PRIORITY = len(SDP_BACKENDS)  # index of the one that is a list
-
-
 _last: tuple[list[Any], Settings] = ([], ())  # values as the getters return them, and what `settings` made of them
 
 
@@ -106,9 +104,10 @@ def settings() -> Settings:
     values.append(_default_device() if _len_torch_function_stack() else None)
     before, result = _last
     if values != before:
-        precisions = [_SAME_PRECISION.get(value, value) for value in values[_FP32]]
-        result = (*values[:_PRIORITY], tuple(values[_PRIORITY]), *values[_PRIORITY + 1 : _FP32.start], *precisions)
-        result += tuple(values[_FP32.stop :])
+        comparable = list(values)
+        comparable[_FP32] = [_SAME_PRECISION.get(value, value) for value in values[_FP32]]
+        comparable[_PRIORITY] = tuple(values[_PRIORITY])
+        result = tuple(comparable)
         _last = values, result
     return result
 

@@ -190,8 +190,7 @@ def _launch_tile_max(logits: Tensor, active: Tensor, tile: int, groups: int) -> 
 
     `groups` is the number of groups per tile; 0 if no row has a top-k.
     """
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    logits = _dense_rows(logits)
     launch = _new_launch(logits, tile, groups)
     tile_max_kernel[launch.grid](
         logits, active, launch.tile_max, launch.group_max, logits.stride(0), active.stride(0),
@@ -204,9 +203,7 @@ def _launch_adjust(
     slots_of: SlotTensors, logits: Tensor, row_params: Tensor, slots: Tensor, positions: Tensor, groups: int
 ) -> _Launch:
     """Launch what `_launch_tile_max` does on logits float32 after penalties, masks, logit bias and bans."""
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    values = slots_of.values
+    logits, values = _dense_rows(logits), slots_of.values
     launch = _new_launch(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), TILE, groups)
     slot_kernels.adjust_kernel[launch.grid](
         logits, row_params, values, values.view(torch.float64), slots, positions, slots_of.counts, slots_of.masks,
@@ -215,6 +212,10 @@ def _launch_adjust(
         BIAS_WIDTH=slots_of.bias_ids.shape[1], BAN_WIDTH=slots_of.banned_ids.shape[1], enable_fp_fusion=False,
     )  # fmt: skip
     return launch
+
+
+def _dense_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _new_launch(logits: Tensor, tile: int, groups: int) -> _Launch:

@@ -166,18 +166,15 @@ class BackwardKey:
     @classmethod
     def of(cls, grads: Sequence[Tensor | None]) -> BackwardKey:
         """Return the key of a backward with these gradients that runs now."""
-        strides = tuple([None if grad is None else grad.stride() for grad in grads])
-        return cls(strides, autocast_state(), settings())
+        return cls(_strides(grads), autocast_state(), settings())
 
     def matches(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether `of` would return an equal key. Runs for every layer of every backward."""
-        for grad, strides in zip(grads, self.strides, strict=True):
-            if strides is None or grad is None:
-                if strides is not grad:
-                    return False
-            elif grad.stride() != strides:
-                return False
-        return settings() == self.settings and autocast_state() == self.autocast
+        return _strides(grads) == self.strides and settings() == self.settings and autocast_state() == self.autocast
+
+
+def _strides(grads: Sequence[Tensor | None]) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple([None if grad is None else grad.stride() for grad in grads])
 
 
 class Expected:

@@ -97,7 +97,7 @@ def test_a_connection_that_reads_nothing_is_reset_in_time(start_server, stream):
         server.wait(lambda: is_reset(connection), "the reset", 30)
         with pytest.raises(ConnectionResetError):
             whole(connection)
-    assert server.service.unanswered == server.service.in_flight == 0
+        server.wait(lambda: server.service.unanswered == server.service.in_flight == 0, "the end of the request")
     assert time.monotonic() - start < 60
 
 
