@@ -22,8 +22,10 @@ from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
+from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
+from graph_cache.training.ambient_state import AmbientState, combined
 from graph_cache.training.attached import Attachment, Part, is_data_parallel
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
@@ -496,11 +498,19 @@ class TrainingEngine:
 
 
 def _attachment_of(models: Sequence[nn.Module], parts: Sequence[Part]) -> Attachment:
-    """Return the parts, with the outputs that transformers records inside them if a model is of transformers."""
-    if not records_outputs() or not any(is_transformers(one) for model in models for one in model.modules()):
-        return Attachment(parts)
+    """Return the parts, with the outputs that transformers records inside them if a model is of transformers, and with
+    the precision of modules of Transformer Engine.
+    """
+    modules = [one for model in models for one in model.modules()]
+    kinds: list[AmbientState] = []
+    if any(map(is_of_transformer_engine, modules)):
+        from graph_cache.adapters.transformer_engine.ambient_state import Fp8AmbientState  # imports it
+
+        kinds.append(Fp8AmbientState())
+    if not records_outputs() or not any(map(is_transformers, modules)):
+        return Attachment(parts, surroundings=combined(kinds))
     carried = [part._replace(carry=RecordedOutputs()) for part in parts]
-    return Attachment(carried, fired=is_recording_hook, surroundings=Recording())
+    return Attachment(carried, fired=is_recording_hook, surroundings=combined([Recording(), *kinds]))
 
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:

@@ -189,8 +189,8 @@ class GraphCache:
         Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
         A call runs eager on its rows alone, without padding,
 
-        - if what a capture bakes in differs from the first call or capture: autocast, the settings in
-          `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
+        - if what a capture bakes in differs from the first call or capture: autocast (also Transformer Engine's), the
+          settings in `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
         - if `fn` changes Python state, or writes to a parameter;
         - if a result depends on other rows, or has the batch in another dimension than the first;
         - within a TorchFunctionMode or TorchDispatchMode.
@@ -467,6 +467,8 @@ class GraphCache:
             counted = reason if state.status is CaptureStatus.PENDING else state.status.value
             entry.runners = runners
             entry.nbytes = max((runner.nbytes for runner in runners), default=0)
+            if site.state is not None:
+                site.state.captured()
             state.succeed()
             self.stats.captures[site.name, site.scope, counted] += 1
             self.stats.observe_capture(time.perf_counter() - started)

@@ -16,8 +16,10 @@ from graph_cache.addresses import AddressBook
 from graph_cache.audit import StorageAudit
 from graph_cache.host_reads import Reads, ReadTensors, Versions, hooks_of, iterators_read, outside_reads
 from graph_cache.host_state import ANY_CODE, HostState, reachable
+from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
+from graph_cache.quantizers import Quantizers
 from graph_cache.torch_settings import autocast_state, settings
 
 
@@ -47,6 +49,8 @@ class FunctionState:
         self._ran: Reads | None = None
         self._versions = Versions(self._modules)
         self._outside: dict[int, torch.UntypedStorage] = {}  # memory that graphs read, kept alive
+        self._quantized = list(filter(is_of_transformer_engine, self._modules))
+        self._quantizers: list[Quantizers] = []  # what graphs read of these
         self._places = {  # of tensors in `addresses`
             (id(registry), name)
             for module in self._modules
@@ -58,7 +62,17 @@ class FunctionState:
         """Return the modes of the process and the values that a capture bakes in now."""
         modes = [module.training for module in self._modules]
         kinds = map(type, self._modules)
-        return autocast_state(), settings(), *modes, *kinds, hooks_of(self._modules), self._versions.current()
+        process = autocast_state(), settings(), precision_autocast()
+        return *process, *modes, *kinds, hooks_of(self._modules), self._versions.current()
+
+    def captured(self) -> None:
+        """Remember the quantizers that a graph, captured just now, reads."""
+        if self._quantized:
+            self._quantizers.append(Quantizers(self._quantized))
+
+    def reads_current_quantizers(self) -> bool:
+        """Whether no quantizer of a graph was replaced, as it is by a call with another recipe."""
+        return all(quantizers.are_current() for quantizers in self._quantizers)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the watched module."""

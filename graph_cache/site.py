@@ -216,7 +216,12 @@ class Site:
 
         Its rows may depend on each other in these, as in a batch norm in train mode.
         """
-        return self.state is not None and self._rows_checked and self._modes != self.state.current()
+        state = self.state
+        return (
+            state is not None
+            and self._rows_checked
+            and (self._modes != state.current() or not state.reads_current_quantizers())
+        )
 
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""

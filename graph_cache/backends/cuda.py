@@ -17,6 +17,7 @@ import torch
 
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
+from graph_cache.library_state import weight_update_flag
 from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class CudaBackend:
     ) -> CudaBackendGraph:
         """Capture `fn` on the capture stream into `memory`."""
         torch.cuda.synchronize(self.device)
-        with self.on_capture_stream(), self._refusing_seeds(generators):
+        with self.on_capture_stream(), self._refusing_seeds(generators), weight_update_flag(None):
             graph = self._begin(memory, generators)
             try:
                 fn()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from graph_cache.errors import GraphConfigError
 from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions
 from graph_cache.host_state import ANY_CODE, HostState, reachable
+from graph_cache.training.ambient_state import AmbientState
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
 
@@ -34,28 +35,6 @@ Hook = Callable[..., Any]
 
 # Which hooks and parameters a module has, the modes of its submodules, and their float attributes.
 ModuleState = tuple[float | type, ...]
-
-
-class AmbientState(Protocol):
-    """Ambient state that a capture of module calls would bake in beside their arguments.
-
-    Example: a precision that a context manager sets.
-    """
-
-    def of(self, modules: Sequence[nn.Module]) -> Hashable:
-        """Return the current ambient state of a call of these modules."""
-
-    def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> AbstractContextManager:
-        """Return a context that recreates the state returned by `of` for a capture and restores the current one."""
-
-    def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
-        """Return a check, after a capture, that non-parameter state read by these modules' graphs has not moved."""
-
-    def replaying(self, modules: Sequence[nn.Module]) -> None:
-        """Update tensors that the graph reads, right before it replays in place of these modules."""
-
-    def replayed(self, modules: Sequence[nn.Module]) -> None:
-        """Apply the host-side changes of an eager call after a forward was replayed."""
 
 
 class SideOutput(Protocol):

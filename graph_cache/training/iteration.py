@@ -34,9 +34,11 @@ from graph_cache.host_reads import (
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.layout import copy_of, overlaps
+from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
 from graph_cache.pool import GraphPool
 from graph_cache.process_state import ProcessState
+from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.runner import GraphRunner
 from graph_cache.stats import CacheStats
 from graph_cache.torch_settings import modes_active
@@ -57,7 +59,14 @@ from graph_cache.training.compiled import is_compiled, reached_from, without_com
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.training.reasons import ARGUMENT_GRADIENT, ELSEWHERE, NO_MEMORY, OBJECT, TRANSFORM
+from graph_cache.training.reasons import (
+    ARGUMENT_GRADIENT,
+    ELSEWHERE,
+    NO_MEMORY,
+    OBJECT,
+    PRECISION_AUTOCAST,
+    TRANSFORM,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +102,7 @@ class _IterationGraph:
         ]
         self.addresses = AddressBook()
         self.outside_addresses = AddressBook()  # of tensors outside modules
+        self.quantizers = Quantizers([])  # of modules of Transformer Engine
         self.extra_state: set[str] = set()  # names of tensors outside modules
         self.result: Result | None = None
         self.outputs: list[Tensor] = []
@@ -183,6 +193,9 @@ class CapturedIteration:
         """Run one iteration."""
         if modes_active():
             self._stats.fallbacks[self.name, SCOPE, TRANSFORM] += 1
+            return self._eager(args, kwargs)
+        if precision_autocast() is not None:
+            self._stats.fallbacks[self.name, SCOPE, PRECISION_AUTOCAST] += 1
             return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
         if any(is_sparse(tensor) or is_lazy(tensor) or overlaps(tensor) for tensor in tensors):
@@ -373,9 +386,12 @@ class CapturedIteration:
 
     def _addresses_unchanged(self, captured: _IterationGraph) -> bool:
         """Whether all state that this graph reads is still in place. If not, drop all graphs for recapture."""
-        if captured.addresses.unchanged() and captured.outside_addresses.unchanged():
+        has_quantizers = captured.quantizers.are_current()
+        if captured.addresses.unchanged() and captured.outside_addresses.unchanged() and has_quantizers:
             return True
         moved = [*captured.addresses.moved(), *captured.outside_addresses.moved()]
+        if not has_quantizers:
+            moved.append("quantizers of Transformer Engine")
         logger.error(
             "%d tensors moved under graphs of %s, which were dropped: %s",
             len(moved),
@@ -388,6 +404,7 @@ class CapturedIteration:
             not captured.addresses.has_its_modules()
             or set(self._extra_state) != captured.extra_state
             or captured.outside_addresses.moved()
+            or not has_quantizers
         ):
             # Warm up again: eager calls must register modules and trained tensors, and recreate lost state.
             self._forget([signature for signature, state in self._states.items() if not state.failed])
@@ -487,6 +504,9 @@ class CapturedIteration:
         optimizers = [(type(optimizer).__name__, optimizer) for optimizer in self._optimizers.values()]
         return [("step", self._step), *modules, *optimizers, *[("argument", value) for value in objects]]
 
+    def _quantized_modules(self) -> list[nn.Module]:
+        return list(filter(is_of_transformer_engine, self._known_modules()))
+
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
 
@@ -525,7 +545,11 @@ class CapturedIteration:
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
             host_state, process = self._host_state(), ProcessState(self._generators)
             try:
-                with torch.set_grad_enabled(key.grad), modes_as(key.autocast, key.settings):
+                with (
+                    torch.set_grad_enabled(key.grad),
+                    modes_as(key.autocast, key.settings),
+                    refuse_new_quantizers(self._quantized_modules()),
+                ):
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
                 if kinds := objects_with_tensors(captured.result.leaves):
                     self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
@@ -566,6 +590,7 @@ class CapturedIteration:
         for optimizer in self._optimizers.values():
             captured.addresses.watch(OptimizerState(optimizer), prefix=f"{type(optimizer).__name__}.")
         captured.addresses.watch(self._extra_state)
+        captured.quantizers = Quantizers(self._quantized_modules())
         captured.outside_addresses.watch(_Leaves(self._leaves), prefix="trained ")
         captured.outside_addresses.watch(seen.read_tensors, trained=True)
         captured.extra_state = set(self._extra_state)

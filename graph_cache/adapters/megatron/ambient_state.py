@@ -1,13 +1,11 @@
-"""Ambient state of Megatron modules during a capture: the precision is recreated, selective recompute is off."""
+"""Ambient state of Megatron modules during a capture: selective recompute is off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from torch import nn
-
-from graph_cache.training.attached import AmbientState
 
 # Flags that make a module drop activations and recompute them in its backward. The recompute runs a nested backward,
 # which can't be captured. It would save nothing: activations saved by a captured part keep their memory anyway.
@@ -24,14 +22,11 @@ RECOMPUTE_FLAGS = (
 )
 
 
-class MegatronAmbientState:
-    """`AmbientState` that disables selective recompute in captures. `precision`: Transformer Engine's state, if any."""
-
-    def __init__(self, precision: AmbientState | None):
-        self._precision = precision
+class SelectiveRecompute:
+    """`AmbientState` that disables selective recompute in captures."""
 
     def of(self, modules: Sequence[nn.Module]) -> Hashable:
-        return None if self._precision is None else self._precision.of(modules)
+        return None
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Hashable) -> Iterator[None]:
@@ -39,19 +34,16 @@ class MegatronAmbientState:
         for module, name in enabled:
             setattr(module, name, False)
         try:
-            with nullcontext() if self._precision is None else self._precision.recreate(modules, seen):
-                yield
+            yield
         finally:
             for module, name in enabled:
                 setattr(module, name, True)
 
-    def replaying(self, modules: Sequence[nn.Module]) -> None:
-        if self._precision is not None:
-            self._precision.replaying(modules)
-
     def watch(self, modules: Sequence[nn.Module]) -> Callable[[], bool]:
-        return (lambda: True) if self._precision is None else self._precision.watch(modules)
+        return lambda: True
+
+    def replaying(self, modules: Sequence[nn.Module]) -> None:
+        """Nothing to update."""
 
     def replayed(self, modules: Sequence[nn.Module]) -> None:
-        if self._precision is not None:
-            self._precision.replayed(modules)
+        """Nothing to apply."""

@@ -14,14 +14,15 @@ from megatron.core.tensor_parallel import random as rng
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
-from graph_cache.adapters.megatron.ambient_state import MegatronAmbientState
+from graph_cache.adapters.megatron.ambient_state import SelectiveRecompute
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.packed import register_packed_sequences
 from graph_cache.adapters.megatron.parts import encoder_parts_of, layers_of, parts_of, section_of
 from graph_cache.adapters.megatron.routing_replay import with_routing_replay
 from graph_cache.adapters.megatron.schedule import delayed_wgrad_in_graphs
 from graph_cache.errors import GraphConfigError
-from graph_cache.training.attached import AmbientState, AttachedModule, Attachment, Hook, Part
+from graph_cache.training.ambient_state import AmbientState, combined
+from graph_cache.training.attached import AttachedModule, Attachment, Hook, Part
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +153,14 @@ def generators() -> list[torch.Generator]:
 
 def _ambient_state(settings: Collection[Any]) -> AmbientState | None:
     """Return the ambient state for selective recompute and for fp8 or fp4; None if the model uses neither."""
-    precision: AmbientState | None = None
+    kinds: list[AmbientState] = []
+    if any(getattr(one, "recompute_granularity", None) for one in settings):
+        kinds.append(SelectiveRecompute())
     if any(getattr(one, "fp8", None) or getattr(one, "fp4", None) for one in settings):
         from graph_cache.adapters.transformer_engine.ambient_state import Fp8AmbientState  # fp8 needs it installed
 
-        precision = Fp8AmbientState()
-    recomputes = any(getattr(one, "recompute_granularity", None) for one in settings)
-    return MegatronAmbientState(precision) if recomputes else precision
+        kinds.append(Fp8AmbientState())
+    return combined(kinds)
 
 
 def is_param_gather(hook: Hook) -> bool:

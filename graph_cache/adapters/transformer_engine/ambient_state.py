@@ -6,15 +6,17 @@ which module is first in the autocast region: the backward of that module update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
-from graph_cache.adapters.transformer_engine.quantizers import Quantizers
+from graph_cache.library_state import precision_autocast, weight_update_flag
+from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 
 FIRST_MICROBATCH = "is_first_microbatch"  # Megatron sets it on modules to requantize cached weights
 CACHE_DISABLED = "disable_parameter_transpose_cache"
@@ -22,10 +24,9 @@ CACHE_DISABLED = "disable_parameter_transpose_cache"
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Autocast state in a call's key. Recipes are compared by value, since Megatron creates a new one for each call."""
+    """Autocast state in a call's key."""
 
-    recipe: str
-    group: Any
+    autocast: Hashable  # recipe and group
     is_first: bool
     state: tuple = field(compare=False)
 
@@ -34,32 +35,31 @@ class Fp8AmbientState:
     """`AmbientState` of parts with Transformer Engine modules. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Captured weight casts read this tensor to decide whether to skip. Create it before the first capture: creating
-        # it inside would capture its initialization.
-        State.set_skip_fp8_weight_update_tensor(False)
+        # Captured casts of cached weights read it; 1 skips them. Our own, since other users of the process set theirs.
+        self._skips = torch.zeros(1, device="cuda")
         self._skipping = False
 
     def of(self, modules: Sequence[nn.Module]) -> AutocastState | None:
-        if not State.is_fp8_enabled():
+        autocast = precision_autocast()
+        if autocast is None:
             return None
-        state = State.get_autocast_state()
-        return AutocastState(
-            str(State.get_fp8_recipe()), State.get_fp8_group(), State.quantization_state.is_first_fp8_module, state
-        )
+        return AutocastState(autocast, State.quantization_state.is_first_fp8_module, State.get_autocast_state())
 
     @contextmanager
     def recreate(self, modules: Sequence[nn.Module], seen: Any) -> Iterator[None]:
-        quantization = State.quantization_state
-        state, tensor = State.get_autocast_state(), quantization.skip_fp8_weight_update_tensor
+        state = State.get_autocast_state()
         flags = [(module, getattr(module, FIRST_MICROBATCH)) for module in modules if hasattr(module, FIRST_MICROBATCH)]
         if seen is not None:
             State.set_autocast_state(seen.state)
-        if seen is None or not self._caching_modules(modules):
-            quantization.skip_fp8_weight_update_tensor = None  # while set, captured casts use the cache
+        caches_weights = seen is not None and bool(self._caching_modules(modules))
         try:
-            yield
+            capturing = torch.cuda.is_current_stream_capturing()
+            with (
+                weight_update_flag(self._skips if caches_weights else None),
+                refuse_new_quantizers(modules if capturing else []),
+            ):
+                yield
         finally:
-            quantization.skip_fp8_weight_update_tensor = tensor
             State.set_autocast_state(state)
             for module, flag in flags:
                 setattr(module, FIRST_MICROBATCH, flag)
@@ -92,5 +92,5 @@ class Fp8AmbientState:
     def _set_skip(self, skip: bool) -> None:
         """Set whether captured casts skip. Does nothing if unchanged, to avoid a kernel launch."""
         if self._skipping != skip:
-            State.set_skip_fp8_weight_update_tensor(skip)
+            self._skips.fill_(skip)
             self._skipping = skip

@@ -14,16 +14,17 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graph_cache.adapters.transformer_engine.maker import CapturePlan, Precision
-from graph_cache.adapters.transformer_engine.quantizers import Quantizers
 from graph_cache.backends.cuda import REFUSALS, CudaMemory
 from graph_cache.errors import CaptureError, GraphConfigError
+from graph_cache.library_state import weight_update_flag
+from graph_cache.quantizers import Quantizers
 from graph_cache.training.capture_context import CaptureContext
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class InstalledTransformerEngine:
         try:
             with (
                 torch.cuda.device(self._backend.device),
-                self._weight_update_flag(plan),
+                nullcontext() if plan.caches_weights else weight_update_flag(None),
                 self._capture_on_own_stream(),
                 self._restore_on_failure(plan.modules, recipe, memory),
             ):
@@ -198,22 +199,6 @@ class InstalledTransformerEngine:
             yield
         finally:
             self._graph._graph_context_wrapper = capture
-
-    @contextmanager
-    def _weight_update_flag(self, plan: CapturePlan) -> Iterator[None]:
-        """Remove the skip-weight-update flag during a capture without cached weights. Otherwise these graphs would read
-        the flag of an earlier capture and never see that weights are new.
-        """
-        state = self._state.quantization_state
-        flag = state.skip_fp8_weight_update_tensor
-        if plan.caches_weights:
-            yield
-            return
-        state.skip_fp8_weight_update_tensor = None
-        try:
-            yield
-        finally:
-            state.skip_fp8_weight_update_tensor = flag
 
     @contextmanager
     def _restore_on_failure(self, modules: Sequence[nn.Module], recipe: Any, memory: CudaMemory) -> Iterator[None]:

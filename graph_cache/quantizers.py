@@ -8,9 +8,12 @@ and detect the replacement. Modules are recognized by their attributes alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from graph_cache.errors import CaptureRefused
 
 STATE_DICTS = ("quantizers", "_quantizers", "_fp8_workspaces")  # dicts whose every entry is read
 META_DICTS = ("fp8_meta", "_fp8_metas")
@@ -29,6 +32,18 @@ class Quantizers:
     def are_current(self) -> bool:
         """Return whether the modules still use all of this state."""
         return all(owner.get(key) is value for owner, key, value in self._entries)
+
+
+@contextmanager
+def refuse_new_quantizers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Raise CaptureRefused if the block replaces state of these modules, which each replay would do again."""
+    quantizers = Quantizers(modules)
+    yield
+    if not quantizers.are_current():
+        raise CaptureRefused(
+            "it creates quantizers of Transformer Engine, since the last call of these modules had another recipe: "
+            "use one recipe until the capture"
+        )
 
 
 def _read(module: nn.Module) -> Iterator[StateEntry]:
