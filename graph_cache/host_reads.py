@@ -525,9 +525,9 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     return tuple([(id(registry), *registry) for registry in filter(None, registries)])
 
 
-def gradient_hooks_of(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the hooks on the gradients of these parameters, by the ids of their handles. Loops in C."""
-    before, after = list(map(_gradient_hooks, parameters)), list(map(_accumulation_hooks, parameters))
+def gradient_hooks_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the hooks on the gradients of these tensors, by the ids of their handles. Loops in C."""
+    before, after = list(map(_gradient_hooks, tensors)), list(map(_accumulation_hooks, tensors))
     if not any(before) and not any(after):
         return ()
     both = enumerate(zip(before, after, strict=True))

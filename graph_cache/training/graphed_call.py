@@ -43,7 +43,7 @@ from graph_cache.training.gradients import (
 )
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.reasons import OTHER_BACKWARD
-from graph_cache.training.side_effects import refuse_backward_changes, refuse_side_effects
+from graph_cache.training.side_effects import TensorHooks, refuse_backward_changes, refuse_side_effects
 
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
 
@@ -217,7 +217,9 @@ class GraphedCall:
                 f"{self.name} contains {', '.join(self._wrappers)}, whose forward prepares the reduction of gradients, "
                 "which a replay would skip: attach modules inside the wrapper"
             )
-        args, kwargs = unflatten_call(self.key, as_leaves(self.key, self.inputs))
+        inputs = as_leaves(self.key, self.inputs)
+        args, kwargs = unflatten_call(self.key, inputs)
+        hooks = TensorHooks([*inputs, *self._aliases.trainable])
         with (
             self._recreate_ambient_state(self.key.ambient_state),
             modes_as(self.key.autocast, self.key.settings),
@@ -233,10 +235,12 @@ class GraphedCall:
             ) as forward,
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
+        if hooks.have_changed():
+            raise CaptureRefused(f"{self.name} {TensorHooks.REFUSAL}")
         self.stored = forward.results
         self.namespaces = forward.state.namespaces
-        inputs = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
-        self.used = {address: storage for address, storage in forward.audit.outside.items() if address not in inputs}
+        own = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
+        self.used = {address: storage for address, storage in forward.audit.outside.items() if address not in own}
         if kinds := objects_with_tensors(self.result.leaves):
             raise CaptureRefused(
                 f"{self.name} returns tensors inside {', '.join(kinds)}: return them in containers that "

@@ -67,6 +67,7 @@ from graph_cache.training.reasons import (
     PRECISION_AUTOCAST,
     TRANSFORM,
 )
+from graph_cache.training.side_effects import TensorHooks
 
 logger = logging.getLogger(__name__)
 
@@ -433,10 +434,13 @@ class CapturedIteration:
         """Observe an eager run: register what it uses, and record why a replay could differ from it."""
         seen = _Observation()
         state, process = self._whole_state(objects), ProcessState(self._generators)
+        hooks = TensorHooks(tensors)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
             found = state.changes(lambda tensor: True) if self._checks_attributes else []
             seen.refusals = _describe_changes(found + process.changes())
+            if hooks.have_changed():
+                seen.refusals.append(TensorHooks.REFUSAL)
             self._observations[key] = seen
             return
         reads, audit = Reads(), StorageAudit()
@@ -458,6 +462,8 @@ class CapturedIteration:
         if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
             seen.refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
         seen.refusals += outside_reads(self._ran)
+        if hooks.have_changed():
+            seen.refusals.append(TensorHooks.REFUSAL)
         declared = self._declared_storages()
         for index, tensor in enumerate(tensors):
             address = None if (storage := storage_of(tensor)) is None else storage._cdata
@@ -544,6 +550,7 @@ class CapturedIteration:
             self._refuse(seen.refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
             host_state, process = self._host_state(), ProcessState(self._generators)
+            hooks = TensorHooks(captured.inputs)
             try:
                 with (
                     torch.set_grad_enabled(key.grad),
@@ -551,6 +558,8 @@ class CapturedIteration:
                     refuse_new_quantizers(self._quantized_modules()),
                 ):
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
+                if hooks.have_changed():
+                    self._refuse([TensorHooks.REFUSAL])
                 if kinds := objects_with_tensors(captured.result.leaves):
                     self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
                 self._refuse(_describe_changes(host_state.changes(lambda tensor: False) + process.changes()))

@@ -46,7 +46,7 @@ class Sample:
     sources: list[Source | None]
     expected: Expected
     backward: BackwardKey | None = None  # of the last recorded backward
-    irreversible: tuple[str, ...] = ()  # what the call changed that a capture could not undo
+    refusals: tuple[str, ...] = ()  # what the call did that a replay would not
 
 
 @dataclass
@@ -173,9 +173,9 @@ class MicrobatchGraphs:
         self._samples.append(Sample(copies, sources, Expected(signature[1], args, kwargs)))
         return index
 
-    def refuse(self, index: int, irreversible: Sequence[str]) -> None:
-        """Refuse the capture of a recorded call that advances these iterators."""
-        self._samples[index].irreversible += tuple(irreversible)
+    def refuse(self, index: int, reasons: Sequence[str]) -> None:
+        """Refuse the capture of a recorded call for these reasons."""
+        self._samples[index].refusals += tuple(reasons)
 
     def record_outputs(self, index: int, outputs: Sequence[Tensor]) -> None:
         """Record the addresses of a call's outputs, so that calls that take them as inputs are recognized."""
@@ -276,11 +276,8 @@ class MicrobatchGraphs:
 
     def _capture_forward(self, index: int, sample: Sample) -> None:
         owner, key, state = signature = self.order.signature(index)
-        if sample.irreversible:
-            names = ", ".join(dict.fromkeys(sample.irreversible))
-            raise CaptureRefused(
-                f"{owner.name} advances {names}, which a replay would not: pass its values as arguments"
-            )
+        if sample.refusals:
+            raise CaptureRefused(f"{owner.name} {'; '.join(dict.fromkeys(sample.refusals))}")
         inputs: list[Tensor] = []
         aliased_inputs: list[tuple[int, int]] = []
         shared_inputs: list[tuple[int, SharedInput]] = []

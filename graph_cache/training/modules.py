@@ -40,6 +40,7 @@ from graph_cache.training.reasons import (
     UNSEEN,
 )
 from graph_cache.training.recorded_step import RecordedStep
+from graph_cache.training.side_effects import TensorHooks
 
 logger = logging.getLogger(__name__)
 
@@ -373,6 +374,7 @@ class TrainingGraphs:
         attached = signature[0]
         self.stats.fallbacks[attached.name, "forward", WARMING_UP] += 1
         graphs, index = recorded.record(signature, tensors, args, kwargs)
+        hooks = TensorHooks([*tensors, *attached.scope.parameters()])
         try:
             with attached.observing(objects_of(signature[1])) as irreversible:
                 value = self._run_eager(attached, args, kwargs)
@@ -380,7 +382,8 @@ class TrainingGraphs:
         except BaseException:
             self._recording = None  # record again in the next step: half a step is useless
             raise
-        graphs.refuse(index, irreversible)
+        refusals = [f"advances {name}, which a replay would not: pass its values as arguments" for name in irreversible]
+        graphs.refuse(index, [*refusals, TensorHooks.REFUSAL] if hooks.have_changed() else refusals)
         wanted = [output_index for output_index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:
             graphs.order.await_backward(index)

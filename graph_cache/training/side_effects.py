@@ -11,11 +11,31 @@ from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads, iterators_read, outside_reads
+from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, outside_reads
 from graph_cache.host_state import HostState
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
 from graph_cache.training.compiled import is_compiled
+
+
+class TensorHooks:
+    """The hooks on the gradients of some tensors, to find out whether a call adds any."""
+
+    REFUSAL = (
+        "adds a hook to the gradient of an argument or parameter, or retains it, which a replay would not: add it to "
+        "a tensor that the call computes, or once before the calls"
+    )
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = tensors
+        self._before = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        return gradient_hooks_of(self._tensors), [tensor.retains_grad for tensor in self._tensors]
+
+    def have_changed(self) -> bool:
+        """Whether a hook was added or removed since."""
+        return self._now() != self._before
 
 
 class Forward:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.training_models import WIDTH, assert_same, attached, twins
+from graph_cache.stats import CacheStats
+from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
 
 STEPS = 8
 
@@ -417,3 +418,80 @@ def test_tensors_that_reach_only_unused_outputs_get_no_gradient(pool, device, us
 
     _, stats = both(Heads, [""], loss_of, pool, device)
     assert sum(stats.replays.values()) == STEPS - 2
+
+
+# ---- hooks on gradients ------------------------------------------------------------------------------------------
+
+
+class Hooked(nn.Module):
+    """Adds a hook on a gradient at every call."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear, self.where, self.same = linear(), where, nn.Dropout(0.0)
+
+    def forward(self, x):
+        if self.where == "parameter":
+            self.linear.weight.register_hook(lambda grad: grad * 0.5)
+        elif self.where == "argument":
+            x.register_hook(lambda grad: grad * 0.5)
+        elif self.where == "result that is the argument":
+            self.same(x).register_hook(lambda grad: grad * 0.5)
+        elif self.where == "retained":
+            x.retain_grad()
+        elif self.where == "computed":
+            x = x.view_as(x)
+            x.register_hook(lambda grad: grad * 0.5)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize("where", ["parameter", "argument", "result that is the argument", "retained", "computed"])
+def test_a_hook_on_a_gradient_of_an_argument_or_parameter_is_refused(pool, device, where, is_leaf):
+    eager, graphed = twins(lambda: Hooked(where), device)
+    _, stats = attached(graphed, [""], pool)
+
+    def steps(model):
+        leaf, log = torch.ones(4, WIDTH, device=device, requires_grad=True), []
+        for _ in range(STEPS):
+            model.zero_grad()
+            leaf.grad = None
+            x = leaf if is_leaf else leaf * 2
+            model(x).square().sum().backward()
+            retained = [x.grad] if x.retains_grad else []
+            log.append([leaf.grad, model.linear.weight.grad.clone(), *retained])
+        return log
+
+    assert_same(steps(graphed), steps(eager))
+    replays = where == "computed" or (where == "retained" and is_leaf)  # a leaf's gradient is retained anyway
+    assert ("adds a hook to the gradient" in stats.failures.get("model", "")) != replays
+    assert (sum(stats.replays.values()) > 0) == replays
+
+
+@pytest.mark.parametrize("where", ["argument", "computed"])
+def test_an_iteration_that_hooks_its_argument_runs_eager(pool, device, where):
+    eager, graphed = twins(lambda: Hooked(where), device)
+    stats = CacheStats()
+
+    def step_of(model):
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    def steps(model, run):
+        log = []
+        for number in range(STEPS):
+            model.zero_grad()
+            x = torch.full((4, WIDTH), 1.0 + number, device=device, requires_grad=True)
+            loss = run(x)
+            log.append([loss, x.grad, *[parameter.grad.clone() for parameter in model.parameters()]])
+            if number % 2:
+                (x * 3).sum().backward()  # a hook on x stays there
+                log.append([x.grad])
+        return log
+
+    assert_same(steps(graphed, iteration_of(pool, stats, step_of(graphed))), steps(eager, step_of(eager)))
+    assert (sum(stats.replays.values()) > 0) == (where == "computed")

@@ -49,8 +49,8 @@ class Fp8AmbientState:
     def recreate(self, modules: Sequence[nn.Module], seen: Any) -> Iterator[None]:
         state = State.get_autocast_state()
         flags = [(module, getattr(module, FIRST_MICROBATCH)) for module in modules if hasattr(module, FIRST_MICROBATCH)]
-        if seen is not None:
-            State.set_autocast_state(seen.state)
+        # A capture may run inside another call's autocast.
+        State.set_autocast_state((False, False, *state[2:]) if seen is None else seen.state)
         caches_weights = seen is not None and bool(self._caching_modules(modules))
         try:
             capturing = torch.cuda.is_current_stream_capturing()

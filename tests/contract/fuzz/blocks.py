@@ -470,6 +470,16 @@ class Around(nn.Module):
             out.register_hook(_halved)
         return out
 
+    def hooked_input(self, x):
+        if x.requires_grad:
+            x.register_hook(_halved)
+        return self.inner(x)
+
+    def retained_input(self, x):
+        if x.requires_grad:
+            x.retain_grad()
+        return self.inner(x)
+
     def own_gradient(self, x):
         """Take a gradient within the forward."""
         with torch.enable_grad():

@@ -109,7 +109,7 @@ def test_an_iteration_casts_its_weights_at_every_replay(recipe, flag):
         ours = train(graphed, lambda x, fp8: step(x))
         rows = engine.graphs()
     assert_same(ours, train(eager, layers_in(eager, recipe)))
-    assert rows[0]["replays"] >= STEPS - 3 and not rows[0]["failed"], rows
+    assert rows[0]["replays"] >= STEPS - 4 and not rows[0]["failed"], rows
 
 
 def test_an_iteration_inside_an_autocast_runs_eager(recipe):
@@ -137,10 +137,10 @@ def test_a_cached_function_replays_in_the_precision_of_its_capture_only(recipe):
     spec = BufferSpec(("batch", WIDTH), torch.bfloat16)
     run = cache.graphed("model", lambda x: model(x), {"x": spec}, buckets=(ROWS,), watch=model)
     with torch.inference_mode():
-        for fp8 in (False, False, True, False, True, True, False):
+        for fp8 in (False, False, False, True, False, True, True, False):
             with precision(recipe, fp8):
                 assert torch.equal(run(x=x), model(x)), fp8
-    assert sum(cache.stats.replays.values()) >= 2
+    assert sum(cache.stats.replays.values()) >= 2  # before fp8 replaces the quantizers
 
 
 @pytest.mark.parametrize("api", ["attach", "iteration"])
