@@ -39,7 +39,7 @@ from graph_cache.keys import (
     Variant,
     freeze_variant,
 )
-from graph_cache.layout import copy_of
+from graph_cache.layout import replica_of
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
@@ -231,7 +231,7 @@ class GraphCache:
             plan = self.plan(name, rows)
             if plan.key not in site.observed and not site.refusal:
                 site.buffers.check(tensors, rows)
-                copies = {label: copy_of(tensor) for label, tensor in tensors.items()}
+                copies = {label: replica_of(tensor) for label, tensor in tensors.items()}
                 kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), keeps=True)
                 if kept:  # what it changed stays: this was the call
                     self._count_refused(plan)

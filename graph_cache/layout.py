@@ -52,6 +52,16 @@ def copy_of(tensor: Tensor) -> Tensor:
     return copy
 
 
+def replica_of(tensor: Tensor) -> Tensor:
+    """Return `copy_of` the tensor, which is lazily negated or conjugated if the tensor is.
+
+    Kernels that know lazy tensors round differently on a copy that is not.
+    """
+    if tensor.is_neg():
+        return torch._neg_view(replica_of(torch._neg_view(tensor)))
+    return replica_of(tensor.conj()).conj() if tensor.is_conj() else copy_of(tensor)
+
+
 def copy_into(static: Tensor, tensor: Tensor) -> None:
     """Copy a tensor into a static one of equal shape and strides, without a trace in autograd's version counters."""
     if is_expanded(static):
