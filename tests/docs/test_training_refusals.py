@@ -16,9 +16,10 @@ SOURCES = [
     *(ROOT / "graph_cache/backends").glob("*.py"),
     ROOT / "graph_cache/torch_settings.py",
     ROOT / "graph_cache/host_reads.py",
+    ROOT / "graph_cache/quantizers.py",
 ]
 NAMING = {"host_read_refusal", "_describe_changes", "outside_reads"}  # functions that return texts
-COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD"}  # reasons that are raised elsewhere
+COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD", "REFUSAL"}  # reasons that are raised elsewhere
 RAISING = {"CaptureRefused", "error_type"}
 JOINED = ("A replay would not repeat this",)  # what is said around collected reasons
 
