@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from graph_cache.composites import DecomposingMode, is_composite
 
+_LIFT = torch.ops.aten.lift_fresh.default
 # Operations that write running statistics in training without declaring it in their schema.
 _BATCH_NORMS = frozenset(
     (
@@ -41,6 +42,7 @@ class StorageAudit(DecomposingMode):
         leaves: Leaf tensors from before the run that require a gradient, by id.
         computed: Of `outside`, those with autograd history: results from before the run.
         dtypes: The dtypes in which each of `outside` was used.
+        host: Of `outside`, those in host memory, described by dtype and shape.
     """
 
     def __init__(self, saves: bool = False):
@@ -50,6 +52,7 @@ class StorageAudit(DecomposingMode):
         self.leaves: dict[int, Tensor] = {}
         self.computed: set[int] = set()
         self.dtypes: dict[int, set[torch.dtype]] = {}
+        self.host: dict[int, str] = {}
         self._saves = saves
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # Weak references keep the addresses of storages made in the run from being reused.
@@ -59,11 +62,17 @@ class StorageAudit(DecomposingMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import the compiler at the first operation
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # False would run compiled functions uncompiled, which rounds differently
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self._observe(tensor)
+        if func is _LIFT:  # torch.tensor and torch.from_numpy: their values are Python state, which is watched
+            self.host.pop(_address(inputs[0]), None)
         if any(map(_is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
         if is_composite(func, frozenset({tensor.device.type for tensor in inputs})):
@@ -86,6 +95,8 @@ class StorageAudit(DecomposingMode):
                 self.outside[storage._cdata] = storage
                 if tensor.grad_fn is not None:
                     self.computed.add(storage._cdata)
+                if storage.device.type == "cpu":
+                    self.host[storage._cdata] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             self.dtypes.setdefault(storage._cdata, set()).add(tensor.dtype)
         if tensor.is_leaf and tensor.requires_grad:
             self.leaves[id(tensor)] = tensor
@@ -107,6 +118,24 @@ class StorageAudit(DecomposingMode):
 
         return run
 
+    def refused_host_memory(self, device: torch.device, earlier: StorageAudit | None = None) -> list[str]:
+        """Return why a graph on `device` can't repeat the use of host memory, as a list of at most one reason.
+
+        Such a graph has operations of its device only: it holds host values as constants and repeats no write to them.
+        Storages that the run of `earlier` used or made are constants already.
+        """
+        found = [text for address, text in self.host.items() if earlier is None or not earlier.knows(address)]
+        if device.type == "cpu" or not found:
+            return []
+        return [
+            f"uses tensors in host memory ({', '.join(sorted(set(found)))}) that exist before the call: move them to "
+            f"{device.type}, or use numbers"
+        ]
+
+    def knows(self, address: int) -> bool:
+        """Whether a storage with this address was used or made by the run."""
+        return address in self.outside or address in self._made
+
     def contents(self, without: Container[int]) -> dict[int, bytes]:
         """Return what was written to, by address, except storages in `without`. Needs `saves`."""
         return {
@@ -119,6 +148,12 @@ class StorageAudit(DecomposingMode):
         """Restore the memory that the runs overwrote."""
         for storage, before in self._saved.values():
             storage.copy_(before)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage object; 0 if it has none of its own."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage._cdata
 
 
 def _is_wrapper(tensor_type: Any) -> bool:

@@ -216,7 +216,9 @@ class GraphCache:
             )
         )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
-        site.state = FunctionState(fn, watch, address_book, (*generators, self.pool.backend.default_generator))
+        site.state = FunctionState(
+            fn, watch, address_book, (*generators, self.pool.backend.default_generator), self.pool.backend.device
+        )
         names = list(site.buffers.specs)
 
         def call(*values: torch.Tensor, **tensors: torch.Tensor) -> Any:

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from graph_cache.addresses import AddressBook
 from graph_cache.audit import StorageAudit
-from graph_cache.host_reads import Reads, ReadTensors, Versions, hooks_of, iterators_read, outside_reads
+from graph_cache.host_reads import (
+    Reads,
+    ReadTensors,
+    Versions,
+    hooks_of,
+    iterators_read,
+    outside_reads,
+    refused_compiled_code,
+)
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
@@ -31,6 +39,7 @@ class FunctionState:
         watched: The module, or tensors by name, that it is known to read.
         addresses: Where tensors are watched that an observed call has read.
         generators: Generators that replays advance.
+        device: Where graphs run.
     """
 
     def __init__(
@@ -39,7 +48,9 @@ class FunctionState:
         watched: nn.Module | Mapping[str, Tensor] | None,
         addresses: AddressBook,
         generators: Sequence[torch.Generator],
+        device: torch.device,
     ):
+        self._device = device
         self._roots: list[tuple[str, Any]] = [("function", function)]
         if isinstance(watched, nn.Module):
             self._roots.append((type(watched).__name__, watched))
@@ -87,6 +98,7 @@ class FunctionState:
             kept, result, reasons, namespaces, audit = self._observe(run, keeps)
         if reasons:
             return kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"
+        self._versions.equate()  # libraries set attributes at their first call that no result depends on
         self._watch_tensors(namespaces, audit)
         return kept, result, ""
 
@@ -114,7 +126,8 @@ class FunctionState:
                 if iterators := iterators_read(namespaces, self._ran.names):
                     reasons.append(f"may read the iterator {', '.join(iterators)}")
                 kept = keeps and bool(found or iterators)  # another run would advance them again
-                reasons += outside_reads(self._ran)
+                reasons += outside_reads(self._ran) + refused_compiled_code(self._ran, self._device)
+                reasons += audit.refused_host_memory(self._device)
                 if reads.enters_autocast and audit.ran_fused:
                     reasons.append("runs a fused attention in an autocast region of its own, which casts inside it")
                 versions.exclude(state.changed, made=False)

@@ -54,6 +54,8 @@ _ENTER_AUTOCAST = torch.autocast.__enter__.__code__
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_TORCH, _STANDARD)
+_ROUTING = "megatron.core.transformer.moe."
+_DYNAMO = f"{_TORCH}_dynamo{os.sep}"
 COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__dict__", "vars", "globals", "attrgetter"))
 READS_ALL_NAMES = COMPUTES_NAMES | {
     "asdict",
@@ -90,6 +92,7 @@ class Reads:
         modules: The modules, by id.
         enters_autocast: Whether the code entered an autocast region.
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
+        compiled: Modules of the functions that torch.compile has compiled and the code called.
 
     Args:
         names: Names that the caller itself reads, such as that of the method that it calls.
@@ -100,6 +103,7 @@ class Reads:
         self.modules: dict[int, nn.Module] = {}
         self.enters_autocast = False
         self.outside: set[str] = set()
+        self.compiled: set[str] = set()
         self._codes: dict[int, types.CodeType] = {}
 
     def __contains__(self, code: object) -> bool:
@@ -110,6 +114,7 @@ class Reads:
         both = Reads(self._given | other._given)  # without the modules, which it would keep alive
         both._codes = self._codes | other._codes
         both.outside = self.outside | other.outside
+        both.compiled = self.compiled | other.compiled
         return both
 
     @property
@@ -177,6 +182,8 @@ class Reads:
         if code.co_filename.startswith(_OPERATORS):
             return
         self._codes[id(code)] = code
+        if code.co_name == "compile_wrapper" and code.co_filename.startswith(_DYNAMO):
+            self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, nn.Module):
@@ -203,6 +210,18 @@ def outside_reads(ran: Reads | None) -> list[str]:
     if ran is None or not ran.outside:
         return []
     return [f"reads {', '.join(sorted(ran.outside))}, which a replay would not read again: pass values as arguments"]
+
+
+def refused_compiled_code(ran: Reads | None, device: torch.device) -> list[str]:
+    """Return why a run that called compiled functions can't be captured on `device`, as a list of at most one reason.
+
+    On a CPU their kernels bypass the dispatcher, so a capture would hold the uncompiled operations, which round
+    differently. Captured nevertheless: compiled modules that the caller knows of (see `training/compiled.py`), and
+    Megatron's helpers for routing, which round nothing.
+    """
+    if ran is None or device.type != "cpu" or all(name.startswith(_ROUTING) for name in ran.compiled):
+        return []
+    return ["calls a function compiled by torch.compile, which a CPU can't record: call the uncompiled function"]
 
 
 def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str]:
@@ -578,6 +597,11 @@ class Versions:
             number = self._next
         self._numbers, self._last = {self.watch.signature(): number}, (None, 0)
         self.extensions += 1
+
+    def equate(self) -> None:
+        """Give the current values the number of those after the last observed run, whose changes were undone."""
+        (number,) = self._numbers.values()
+        self._numbers[self.watch.signature()], self._last = number, (None, 0)
 
 
 class AllVersions:

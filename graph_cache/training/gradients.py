@@ -124,6 +124,10 @@ class _MatmulInto(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import the compiler at the first operation
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # False would run compiled functions uncompiled, which rounds differently
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default:
             left, right = args

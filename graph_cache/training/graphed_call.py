@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.audit import storage_of
+from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
 from graph_cache.host_state import objects_with_tensors
@@ -112,6 +112,7 @@ class GraphedCall:
         self._uncopied_gradients: UncopiedGradients | None = None
         self._copies = Copies(())
         self._gradient_memory: GradientMemory | None = None  # for uncopied gradients
+        self._forward_audit = StorageAudit()
         self._pool = pool = context.pool
         self._generators = list(context.generators) if pool.backend.capture_runs else []
         # If a capture does not execute, nothing may execute between the halves either: some kernels save state under
@@ -229,6 +230,7 @@ class GraphedCall:
                 [*self._roots, ("arguments", (args, kwargs))],
                 self._scope,
                 self.inputs,
+                self._pool.backend.device,
                 ignored=self._ignored,
                 ran=self._ran,
                 generators=self._registered,
@@ -239,6 +241,7 @@ class GraphedCall:
             raise CaptureRefused(f"{self.name} {TensorHooks.REFUSAL}")
         self.stored = forward.results
         self.namespaces = forward.state.namespaces
+        self._forward_audit = forward.audit
         own = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
         self.used = {address: storage for address, storage in forward.audit.outside.items() if address not in own}
         if kinds := objects_with_tensors(self.result.leaves):
@@ -274,7 +277,15 @@ class GraphedCall:
         outputs = [self.outputs[index] for index, _ in self.used_outputs()]
         assert self._backward_key is not None
         modes = modes_as(self._backward_key.autocast, self._backward_key.settings)
-        changes = refuse_backward_changes(self.name, self._roots, ignored=self._ignored, ran=self._ran)
+        changes = refuse_backward_changes(
+            self.name,
+            self._roots,
+            self._scope,
+            self._forward_audit,
+            self._pool.backend.device,
+            ignored=self._ignored,
+            ran=self._ran,
+        )
         with self._refuse_nested_backward(), changes, modes, writing:
             self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
@@ -427,7 +438,7 @@ class GraphedCall:
         self._forward_graph.close()
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
-        self.used, self.stored, self.namespaces = {}, [], []
+        self.used, self.stored, self.namespaces, self._forward_audit = {}, [], [], StorageAudit()
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []
         (
             self._static_inputs,

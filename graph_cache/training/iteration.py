@@ -30,6 +30,7 @@ from graph_cache.host_reads import (
     hooks_of,
     iterators_read,
     outside_reads,
+    refused_compiled_code,
 )
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
@@ -439,6 +440,7 @@ class CapturedIteration:
             yield
             found = state.changes(lambda tensor: True) if self._checks_attributes else []
             seen.refusals = _describe_changes(found + process.changes())
+            seen.refusals += self._optimizers_on_host()
             if hooks.have_changed():
                 seen.refusals.append(TensorHooks.REFUSAL)
             self._observations[key] = seen
@@ -446,6 +448,7 @@ class CapturedIteration:
         reads, audit = Reads(), StorageAudit()
         with reads.observing(), audit:
             yield
+        device = self._pool.backend.device
         self._ran = (self._ran or Reads()).merged(reads)
         for module in reads.modules.values():
             self._register_module(module)
@@ -455,13 +458,15 @@ class CapturedIteration:
             storage = storage_of(leaf)
             if id(leaf) not in owned and (storage is None or storage._cdata not in arguments):
                 self._leaves[id(leaf)] = leaf
+        is_whole = not self._ran.compiled  # compiled functions bypass the dispatcher
         changes = state.changes(
-            lambda tensor: (storage := storage_of(tensor)) is None or storage._cdata in audit.outside
+            lambda tensor: not is_whole or (storage := storage_of(tensor)) is None or storage._cdata in audit.outside
         )
         seen.refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
         if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
             seen.refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
-        seen.refusals += outside_reads(self._ran)
+        seen.refusals += outside_reads(self._ran) + refused_compiled_code(self._ran, device)
+        seen.refusals += self._optimizers_on_host() or audit.refused_host_memory(device)
         if hooks.have_changed():
             seen.refusals.append(TensorHooks.REFUSAL)
         declared = self._declared_storages()
@@ -472,7 +477,7 @@ class CapturedIteration:
             if address in declared:
                 seen.refusals.append(f"takes memory of a module as argument {index}, of which a graph reads a copy")
         declared |= arguments
-        other = [address for address in audit.outside if address not in declared]
+        other = [address for address in audit.outside if address not in declared] if is_whole else []
         seen.outside = [audit.outside[address] for address in other]
         if any(address in audit.computed for address in other):
             seen.refusals.append("uses a tensor that was computed from trainable tensors before the call")
@@ -492,6 +497,16 @@ class CapturedIteration:
             known = {key for key, _ in self._states}
             self._observations = {key: one for key, one in self._observations.items() if key in known}
         self._observations[key] = seen
+
+    def _optimizers_on_host(self) -> list[str]:
+        """Return which optimizers a graph can't step, since they keep state in host memory."""
+        device = self._pool.backend.device
+        return [
+            f"steps {type(optimizer).__name__}, which keeps state in host memory: step it outside, or create it with "
+            "capturable=True"
+            for optimizer in self._optimizers.values()
+            if any(tensor.device.type != device.type for tensor in OptimizerState(optimizer).values())
+        ]
 
     def _host_state(self) -> HostState:
         """Return the current Python state that a step must not change."""

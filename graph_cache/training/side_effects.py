@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, outside_reads
+from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, outside_reads, refused_compiled_code
 from graph_cache.host_state import HostState
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
@@ -61,18 +61,20 @@ def refuse_side_effects(
     roots: Sequence[tuple[str, Any]],
     scope: nn.Module,
     inputs: Sequence[Tensor],
+    device: torch.device,
     *,
     ignored: Sequence[Any] = (),
     ran: Reads | None = None,
     generators: Sequence[torch.Generator] = (),
 ) -> Iterator[Forward]:
-    """Check the block, which is the forward of `scope` on `inputs`, for side effects that a replay would skip.
+    """Check the block, the forward of `scope` on `inputs` on `device`, for side effects that a replay would skip.
 
     Restores Python state and raises CaptureRefused after the block if the forward
 
     - changes Python state that is reachable from `roots`, or state of the process. A result without history may replace
       a tensor that the forward does not read;
     - writes to an input: the write would change the graph's static input, not the caller's tensor;
+    - uses tensors in the host's memory, on another device;
     - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
 
     Objects in `ignored` may change: their state is recreated in other ways. `ran` is the code that an earlier call
@@ -82,10 +84,10 @@ def refuse_side_effects(
     state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=ran)
     process = ProcessState(generators)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
-    audit, compiled = StorageAudit(), any(map(is_compiled, scope.modules()))
+    audit, compiled = StorageAudit(), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
         raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
-    if found := outside_reads(ran):
+    if found := outside_reads(ran) + refused_compiled_code(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
     try:
         with nullcontext() if compiled else audit:
@@ -103,26 +105,44 @@ def refuse_side_effects(
         for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
         if (version is not None and tensor._version != version) or _was_used(tensor, audit.written, unknown=False)
     ]
+    reasons += audit.refused_host_memory(device)
     if reasons:
         raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
 
 
+def _is_compiled(scope: nn.Module, ran: Reads | None) -> bool:
+    """Whether the forward is compiled code, or calls some."""
+    return any(map(is_compiled, scope.modules())) or (ran is not None and bool(ran.compiled))
+
+
 @contextmanager
 def refuse_backward_changes(
-    name: str, roots: Sequence[tuple[str, Any]], *, ignored: Sequence[Any] = (), ran: Reads | None = None
+    name: str,
+    roots: Sequence[tuple[str, Any]],
+    scope: nn.Module,
+    forward: StorageAudit,
+    device: torch.device,
+    *,
+    ignored: Sequence[Any] = (),
+    ran: Reads | None = None,
 ) -> Iterator[None]:
-    """Check the block, which is a captured backward, for changes of Python state, such as those of a tensor's hooks.
+    """Check the block, which is a captured backward, for side effects, such as those of a tensor's hooks.
 
-    Restores the state and raises CaptureRefused after the block. Arguments as in `refuse_side_effects`.
+    Restores Python state and raises CaptureRefused after the block if the backward changes such state, or uses tensors
+    in the host's memory that its forward has not. `forward` is the audit of that; other arguments as in
+    `refuse_side_effects`.
     """
-    state = HostState(roots, ignored=ignored, ran=ran)
+    state, audit = HostState(roots, ignored=ignored, ran=ran), StorageAudit()
     try:
-        yield
+        with nullcontext() if _is_compiled(scope, ran) else audit:
+            yield
         found = state.changes(lambda tensor: True)
     finally:
         state.restore()
-    if found:
-        raise CaptureRefused(f"the backward of {name} changes {', '.join(found)}. A replay would not repeat this")
+    reasons = [f"changes {', '.join(found)}"] if found else []
+    reasons += audit.refused_host_memory(device, earlier=forward)
+    if reasons:
+        raise CaptureRefused(f"the backward of {name} {'; '.join(reasons)}. A replay would not repeat this")
 
 
 def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -> bool:

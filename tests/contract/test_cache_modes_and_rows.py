@@ -255,3 +255,26 @@ def test_a_refused_function_computes_on_lazy_inputs_as_eager_does(pool, device, 
         with torch.inference_mode():
             assert torch.equal(run(x=x), model(x, x, x, need_weights=False)[0])
     assert set(seen) == {kind == "negated"} and cache.stats.failed_captures
+
+
+class LazyModule(nn.Linear):
+    """Sets attributes at its first call, as Transformer Engine's modules do, which its results don't depend on."""
+
+    def forward(self, x):
+        if getattr(self, "activation_dtype", None) is None:
+            self.activation_dtype = x.dtype
+        return super().forward(x)
+
+
+LazyModule.__module__ = "transformer_engine.pytorch.module"
+
+
+def test_attributes_that_a_library_sets_at_its_first_call_are_not_other_modes(pool, device):
+    model = LazyModule(4, 4).to(device).eval()
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", lambda x: model(x), INPUT, buckets=(4,), watch=model)
+    x = torch.randn(4, 4, device=device)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(run(x=x), model(x))
+    assert sum(cache.stats.replays.values()) == 4 and not reasons(cache)

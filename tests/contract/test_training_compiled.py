@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from graph_cache.buffers import BufferSpec
+from graph_cache.cache import GraphCache
 from graph_cache.errors import GraphConfigError
 from graph_cache.stats import CacheStats
 from graph_cache.training.compiled import reached_from
@@ -116,3 +118,84 @@ def test_compiled_models_are_found_where_step_functions_keep_them(device):
     for step in (lambda x: model(x), Trainer().step, lambda x: function(x)):
         assert any(value is model for value in reached_from(step))
     assert reached_from(lambda x: x) == []
+
+
+def lazily_compiled(function, device):
+    """Compile at the first call and hide it in a closure, as Transformer Engine does with its fused activations."""
+    found = None
+
+    def call(*args):
+        nonlocal found
+        if found is None:
+            found = torch.compile(function, backend="inductor" if device.type == "cuda" else "aot_eager")
+        return found(*args)
+
+    return call
+
+
+def fused_gelu(x, bias):
+    return nn.functional.gelu(x + bias, approximate="tanh")
+
+
+class FusedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, gelu):
+        ctx.save_for_backward(x, bias)
+        return gelu(x, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x, bias = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+            return *torch.autograd.grad(fused_gelu(x, bias), (x, bias), grad), None
+
+
+class CallsCompiled(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64, bias=False), nn.Linear(64, WIDTH)
+        self.bias = nn.Parameter(torch.randn(64))
+        self.gelu = lazily_compiled(fused_gelu, device)
+
+    def forward(self, x):
+        return self.down(FusedGelu.apply(self.up(x), self.bias, self.gelu))
+
+
+def calling_compiled(device):
+    torch.manual_seed(0)
+    models = CallsCompiled(device), CallsCompiled(device)
+    models[1].load_state_dict(models[0].state_dict())
+    return [model.to(device=device, dtype=torch.bfloat16) for model in models]
+
+
+@pytest.mark.parametrize("api", ["attach", "iteration"])
+def test_a_hidden_compiled_function_runs_compiled_or_not_at_all_in_a_graph(pool, device, api, caplog):
+    """A dispatch mode would run it uncompiled, which rounds differently."""
+    eager, graphed = calling_compiled(device)
+    data = [[x.bfloat16() for x in micro] for micro in batches(8, device)]
+    if api == "attach":
+        _, stats = attached(graphed, [""], pool)
+        assert_same(train(graphed, data), train(eager, data))
+    else:
+        stats = CacheStats()
+        ours = iterate(graphed, data, lambda step: iteration_of(pool, stats, step), inside=True)
+        assert_same(ours, iterate(eager, data, lambda step: step, inside=True))
+    if device.type == "cpu":
+        assert not stats.replays and "compiled by torch.compile" in caplog.text
+    else:
+        assert sum(stats.replays.values()) >= 4 and not stats.failed_captures
+
+
+def test_a_cached_function_runs_hidden_compiled_code_compiled_or_not_at_all(pool, device, caplog):
+    eager, graphed = calling_compiled(device)
+    cache = GraphCache(device=device, pool=pool)
+    spec = BufferSpec(("batch", WIDTH), torch.bfloat16)
+    run = cache.graphed("model", lambda x: graphed(x), {"x": spec}, buckets=(4,), watch=graphed)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(4, WIDTH, device=device, dtype=torch.bfloat16)
+            assert torch.equal(run(x=x), eager(x))
+    if device.type == "cpu":
+        assert not cache.stats.replays and "compiled by torch.compile" in caplog.text
+    else:
+        assert sum(cache.stats.replays.values()) >= 2 and not cache.stats.failed_captures

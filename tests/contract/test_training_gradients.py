@@ -344,9 +344,10 @@ def test_large_activations_make_the_first_half_of_gradients_copies(pool, device)
 
 
 def test_small_activations_leave_every_gradient_uncopied(pool, device):
-    eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), device)
+    wide = 2048  # 16 MiB each: on a GPU the pool may also hold a workspace of cuBLAS, up to 32 MiB
+    eager, graphed = twins(lambda: nn.Sequential(*[nn.Linear(wide, wide) for _ in range(4)]), device)
     graphs, stats = attached(graphed, ["0", "1", "2", "3"], pool)
-    data = [[torch.randn(2, 512, device=device)] for _ in range(5)]
+    data = [[torch.randn(2, wide, device=device)] for _ in range(5)]
     assert_same(train(graphed, data), train(eager, data))
     assert sum(stats.replays.values()) == 12
     assert in_place(graphs) == [True] * 4

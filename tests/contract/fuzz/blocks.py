@@ -1209,7 +1209,7 @@ class sets_mode(nn.Module):
 # ---- tensors from outside --------------------------------------------------------------------------------------------
 
 
-@kind("outside", "global", "trained", "list", "plain", "trained_list", "computed", "scalar")
+@kind("outside", "global", "trained", "list", "plain", "trained_list", "computed", "scalar", "counter")
 class outside_tensor(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -1229,9 +1229,12 @@ class outside_tensor(nn.Module):
             tensor = torch.full((WIDTH,), 0.75, device=x.device)
             if self.how == "trained_list":
                 tensor.requires_grad_()
-            if self.how == "scalar":
+            if self.how in ("scalar", "counter"):
                 tensor = torch.tensor(0.75)
-            self.held = tensor if self.how in ("plain", "scalar") else [tensor]
+            self.held = tensor if self.how in ("plain", "scalar", "counter") else [tensor]
+        if self.how == "counter":
+            self.held.add_(1)
+            return x
         return x * (self.held if isinstance(self.held, torch.Tensor) else self.held[0])
 
 
