@@ -35,6 +35,7 @@ class StorageAudit(DecomposingMode):
 
     Args:
         saves: Save memory from before the run when it is first written, for `undo`.
+        saves_host: Save host memory in this way.
 
     Attributes:
         outside: Storages that existed before the run and were read or written, by address of the storage object.
@@ -42,18 +43,18 @@ class StorageAudit(DecomposingMode):
         leaves: Leaf tensors from before the run that require a gradient, by id.
         computed: Of `outside`, those with autograd history: results from before the run.
         dtypes: The dtypes in which each of `outside` was used.
-        host: Of `outside`, those in host memory, described by dtype and shape.
+        host: Of `outside`, those in host memory, except new tensors of `torch.tensor` and the like.
     """
 
-    def __init__(self, saves: bool = False):
+    def __init__(self, saves: bool = False, saves_host: bool = False):
         super().__init__()
         self.outside: dict[int, torch.UntypedStorage] = {}
         self.written: set[int] = set()
         self.leaves: dict[int, Tensor] = {}
         self.computed: set[int] = set()
         self.dtypes: dict[int, set[torch.dtype]] = {}
-        self.host: dict[int, str] = {}
-        self._saves = saves
+        self.host: set[int] = set()
+        self._saves, self._saves_host = saves, saves_host
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # Weak references keep the addresses of storages made in the run from being reused.
         self._made: dict[int, StorageWeakRef] = {}
@@ -72,7 +73,7 @@ class StorageAudit(DecomposingMode):
         for tensor in inputs:
             self._observe(tensor)
         if func is _LIFT:  # torch.tensor and torch.from_numpy: their values are Python state, which is watched
-            self.host.pop(_address(inputs[0]), None)
+            self.host.discard(_address(inputs[0]))
         if any(map(_is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
         if is_composite(func, frozenset({tensor.device.type for tensor in inputs})):
@@ -96,7 +97,7 @@ class StorageAudit(DecomposingMode):
                 if tensor.grad_fn is not None:
                     self.computed.add(storage._cdata)
                 if storage.device.type == "cpu":
-                    self.host[storage._cdata] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                    self.host.add(storage._cdata)
             self.dtypes.setdefault(storage._cdata, set()).add(tensor.dtype)
         if tensor.is_leaf and tensor.requires_grad:
             self.leaves[id(tensor)] = tensor
@@ -106,7 +107,8 @@ class StorageAudit(DecomposingMode):
         if storage is None or storage._cdata in self._made:
             return
         self.written.add(storage._cdata)
-        if self._saves and storage._cdata not in self._saved:
+        saves = self._saves or (self._saves_host and storage.device.type == "cpu")
+        if saves and storage._cdata not in self._saved:
             self._saved[storage._cdata] = storage, storage.clone()
 
     def audited(self, fn: Callable[[], None]) -> Callable[[], None]:
@@ -124,12 +126,13 @@ class StorageAudit(DecomposingMode):
         Such a graph has operations of its device only: it holds host values as constants and repeats no write to them.
         Storages that the run of `earlier` used or made are constants already.
         """
-        found = [text for address, text in self.host.items() if earlier is None or not earlier.knows(address)]
+        found = [address for address in self.host if earlier is None or not earlier.knows(address)]
         if device.type == "cpu" or not found:
             return []
+        dtypes = {str(dtype).removeprefix("torch.") for address in found for dtype in self.dtypes[address]}
         return [
-            f"uses tensors in host memory ({', '.join(sorted(set(found)))}) that exist before the call: move them to "
-            f"{device.type}, or use numbers"
+            f"uses {len(found)} tensors in host memory ({', '.join(sorted(dtypes))}) that exist before the call: move "
+            f"them to {device.type}, or use numbers"
         ]
 
     def knows(self, address: int) -> bool:
@@ -145,7 +148,7 @@ class StorageAudit(DecomposingMode):
         }
 
     def undo(self) -> None:
-        """Restore the memory that the runs overwrote."""
+        """Restore the saved memory that the runs overwrote."""
         for storage, before in self._saved.values():
             storage.copy_(before)
 

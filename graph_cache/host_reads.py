@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -162,13 +163,16 @@ class Reads:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Profile the calling thread within the block."""
-        before = sys.getprofile()
+        """Profile the calling thread within the block. Collects no garbage: that would run code of other objects."""
+        before, collects = sys.getprofile(), gc.isenabled()
+        gc.disable()
         sys.setprofile(self._called)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
 
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "c_call":

@@ -20,7 +20,9 @@ from graph_cache.namespaces import set_state, state_of
 from graph_cache.torch_settings import SETTINGS, autocast_state, settings
 
 IGNORED_VARIABLES = frozenset(("decimal_context",))  # made when first read
-LAUNCHER = "triton"  # keeps the allocator of its launches in a context variable
+# Compilers and launchers of kernels keep settings of their own in context variables and in the environment.
+COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.")
+COMPILERS_ENVIRONMENT = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 
 class ProcessState:
@@ -38,7 +40,7 @@ class ProcessState:
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "the state of random": random.getstate(),
-            "the environment": dict(os.environ),
+            "the environment": _environment(),
             "the gradient mode": torch.is_grad_enabled(),
             "autocast": autocast_state(),
         }
@@ -74,7 +76,8 @@ class ProcessState:
                 keys = sys.modules["numpy"].frombuffer(value[1], dtype="uint32")
                 sys.modules["numpy"].random.set_state((value[0], keys, *value[2:]))
             elif name == "the environment":
-                os.environ.clear()
+                for variable in now[name].keys() - value.keys():
+                    del os.environ[variable]
                 os.environ.update(value)
             elif name == "the gradient mode":
                 torch.set_grad_enabled(value)
@@ -93,16 +96,20 @@ def _context_variables() -> dict[contextvars.ContextVar[Any], Any]:
     return {
         variable: value
         for variable, value in contextvars.copy_context().items()
-        if variable.name not in IGNORED_VARIABLES and not _is_of_the_launcher(variable)
+        if variable.name not in IGNORED_VARIABLES and not _is_of_a_compiler(variable)
     }
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(COMPILERS_ENVIRONMENT)}
+
+
 @functools.cache
-def _is_of_the_launcher(variable: contextvars.ContextVar[Any]) -> bool:
-    """Whether this is a global of Triton, which no result depends on."""
+def _is_of_a_compiler(variable: contextvars.ContextVar[Any]) -> bool:
+    """Whether this is a global of a compiler, which no result depends on."""
     return any(
         value is variable
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == LAUNCHER
+        if f"{name}.".startswith(COMPILERS)
         for value in list(vars(module).values())
     )

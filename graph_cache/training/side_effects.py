@@ -84,7 +84,7 @@ def refuse_side_effects(
     state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=ran)
     process = ProcessState(generators)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
-    audit, compiled = StorageAudit(), _is_compiled(scope, ran)
+    audit, compiled = _audit(device), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
         raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
     if found := outside_reads(ran) + refused_compiled_code(ran, device):
@@ -96,6 +96,7 @@ def refuse_side_effects(
     finally:
         state.restore()
         process.restore()
+        audit.undo()
     reasons = (
         [f"changes {', '.join(found)}: return it, or keep it in a buffer that is written in place"] if found else []
     )
@@ -108,6 +109,11 @@ def refuse_side_effects(
     reasons += audit.refused_host_memory(device)
     if reasons:
         raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
+
+
+def _audit(device: torch.device) -> StorageAudit:
+    """Return an audit of a capture on a device. A capture on another than the host runs what the host does."""
+    return StorageAudit(saves_host=device.type != "cpu")
 
 
 def _is_compiled(scope: nn.Module, ran: Reads | None) -> bool:
@@ -132,13 +138,14 @@ def refuse_backward_changes(
     in the host's memory that its forward has not. `forward` is the audit of that; other arguments as in
     `refuse_side_effects`.
     """
-    state, audit = HostState(roots, ignored=ignored, ran=ran), StorageAudit()
+    state, audit = HostState(roots, ignored=ignored, ran=ran), _audit(device)
     try:
         with nullcontext() if _is_compiled(scope, ran) else audit:
             yield
         found = state.changes(lambda tensor: True)
     finally:
         state.restore()
+        audit.undo()
     reasons = [f"changes {', '.join(found)}"] if found else []
     reasons += audit.refused_host_memory(device, earlier=forward)
     if reasons:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
 from graph_cache.errors import GraphConfigError
+from graph_cache.process_state import ProcessState
 from graph_cache.stats import CacheStats
 from graph_cache.training.compiled import reached_from
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, iterate, iteration_of, train
@@ -199,3 +201,17 @@ def test_a_cached_function_runs_hidden_compiled_code_compiled_or_not_at_all(pool
         assert not cache.stats.replays and "compiled by torch.compile" in caplog.text
     else:
         assert sum(cache.stats.replays.values()) >= 2 and not cache.stats.failed_captures
+
+
+def test_what_compilers_keep_in_the_process_is_no_change_of_a_call(monkeypatch):
+    """The first call of a compiled function compiles it, and the compiler sets variables."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = ProcessState()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/nonexistent"
+    assert not before.changes()
+    before.restore()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/nonexistent"
+    os.environ["ANOTHER_VARIABLE"] = "1"
+    assert before.changes() == ["the environment"]
+    before.restore()
+    assert "ANOTHER_VARIABLE" not in os.environ
