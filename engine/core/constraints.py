@@ -6,6 +6,7 @@ its tokens, so a preempted request, which gives up tokens in flight, needs no ro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -20,9 +21,10 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.matcher import (
     CompiledGrammar,
     GrammarMatcher,
+    MaskRows,
     MatcherPool,
     fill_threads,
-    forbid,
+    forbid_rows,
     mask_words,
 )
 from engine.worker.step_input import MaskInput
@@ -138,30 +140,28 @@ class Constraints:
         """Whether a request that was scheduled has a grammar."""
         return bool(self._matchers)
 
-    def advance(self, sampled: Iterable[tuple[Request, int]]) -> frozenset[str]:
+    def advance(
+        self, sampled: Iterable[tuple[Request, int]], then_masks_of: Sequence[Request] | None = None
+    ) -> frozenset[str]:
         """Advance grammars by tokens that were appended, at most one per request.
 
-        Returns the ids of the requests whose grammar is complete, so that they end.
+        With `then_masks_of`, begin to compute the masks that `masks` returns for these requests, or some of them, in
+        the background. Every token of theirs must be known. Returns the ids of the requests whose grammar is complete,
+        so that they end.
         """
         pairs = [
             (request.request_id, token_id) for request, token_id in sampled if request.request_id in self._matchers
         ]
-        if not pairs:
+        if not pairs and not (then_masks_of and self._matchers):
             return frozenset()
-        pool, self._filled = self._matcher_pool(), []
+        pool = self._matcher_pool()
         pool.wait()
         ids = [request_id for request_id, _ in pairs]
         matchers = [self._matchers[request_id] for request_id in ids]
-        pool.accept(matchers, [token_id for _, token_id in pairs])
-        return frozenset(one for one, matcher in zip(ids, matchers, strict=True) if matcher.is_finished)
-
-    def start_masks(self, requests: Sequence[Request]) -> None:
-        """Begin to compute the masks that `masks` returns for these requests, or some of them, in the background.
-
-        Every token of the requests must be known.
-        """
-        if self._matchers:
-            self._start_fill(requests)
+        self._filled = [] if then_masks_of is None else list(then_masks_of)
+        following = self._mask_rows(self._filled) if self._filled else None
+        finished = pool.accept(matchers, [token_id for _, token_id in pairs], following)
+        return frozenset(itertools.compress(ids, finished))
 
     def masks(self, requests: Sequence[Request]) -> tuple[MaskInput, list[tuple[Request, RequestError | None]]]:
         """Return the masks of running requests, and the requests that must end instead of being sampled.
@@ -170,17 +170,25 @@ class Constraints:
         masks are overwritten by the next call.
         """
         masks = self._fill(requests)
-        ended: list[tuple[Request, RequestError | None]] = []
-        for request, mask in zip(requests, masks, strict=True):
-            matcher, rules = self._matchers.get(request.request_id), self._rules.get(request.request_id)
+        dead_ends: dict[int, RequestError | None] = {}  # by row
+        forbidden: dict[frozenset[int], list[int]] = {}  # tokens: rows
+        changed: list[int] = []
+        matchers = [self._matchers.get(request.request_id) for request in requests]
+        for row, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
             if matcher is not None and matcher.has_error:
-                ended.append((request, _error(f"the output's grammar can't be followed further: {matcher.error}")))
+                dead_ends[row] = _error(f"the output's grammar can't be followed further: {matcher.error}")
                 continue
-            if rules is not None:
-                rules.apply(mask, request.token_ids, request.prompt_len)
-            has_changed = forbid(mask, self._forbidden(request, matcher is not None))
-            if (has_changed or rules is not None) and not mask.any():
-                ended.append((request, self._dead_end(matcher, rules)))
+            if tokens := self._forbidden(request, matcher is not None):
+                forbidden.setdefault(tokens, []).append(row)
+            if self._rules and (rules := self._rules.get(request.request_id)) is not None:
+                rules.apply(masks[row], request.token_ids, request.prompt_len)
+                changed.append(row)
+        for tokens, rows in forbidden.items():
+            changed += forbid_rows(masks, rows, tokens)
+        for row in changed:
+            if not masks[row].any():
+                dead_ends[row] = self._dead_end(matchers[row], self._rules.get(requests[row].request_id))
+        ended = [(requests[row], dead_ends[row]) for row in sorted(dead_ends)]
         return MaskInput([request.slot for request in requests], masks), ended
 
     def _fill(self, requests: Sequence[Request]) -> np.ndarray:
@@ -191,8 +199,7 @@ class Constraints:
             pool.wait()
             rows = {request: row for row, request in enumerate(self._filled)}
             if not rows.keys() >= set(requests):
-                self._start_fill(requests)
-                pool.wait()
+                pool.fill(*self._mask_rows(requests))
             elif list(requests) != self._filled:
                 buffer[: len(requests)] = buffer[[rows[request] for request in requests]]
         self._filled = []
@@ -201,12 +208,10 @@ class Constraints:
             buffer[others, :words] = self._all_tokens
         return buffer[: len(requests), :words]
 
-    def _start_fill(self, requests: Sequence[Request]) -> None:
-        pool, buffer = self._matcher_pool(), self._buffer()
-        pool.wait()
-        self._filled = list(requests)
+    def _mask_rows(self, requests: Sequence[Request]) -> MaskRows:
+        """Return the matchers of the requests that have one, with their rows."""
         rows = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
-        pool.start_fill([self._matchers[requests[row].request_id] for row in rows], buffer, rows)
+        return MaskRows([self._matchers[requests[row].request_id] for row in rows], self._buffer(), rows)
 
     def _matcher_pool(self) -> MatcherPool:
         if self._pool is None:

@@ -55,9 +55,10 @@ class StepFinisher:
             ],
             verified,
         )
-        complete = self._advance_grammars(sampled, tokens) if self.constraints.has_grammars else frozenset()
-        if masked_next is not None:
-            self.constraints.start_masks(masked_next.masked_requests())
+        complete = frozenset[str]()
+        if self.constraints.has_grammars:
+            following = None if masked_next is None else masked_next.masked_requests()
+            complete = self._advance_grammars(sampled, tokens, following)
         decodes, logprobs = len(batch.decodes), result.logprobs
         for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
             if request.lease != lease:
@@ -81,13 +82,19 @@ class StepFinisher:
             if draft_row.request.lease == draft_row.lease:
                 self._finish_drafts(draft_row.request, accepted)
 
-    def _advance_grammars(self, sampled: Sequence[tuple[Request, int]], tokens: Sequence[int]) -> frozenset[str]:
-        """Advance the grammars by the tokens of requests with the lease of the step. Return those then complete."""
-        return self.constraints.advance(
+    def _advance_grammars(
+        self, sampled: Sequence[tuple[Request, int]], tokens: Sequence[int], following: Sequence[Request] | None
+    ) -> frozenset[str]:
+        """Advance the grammars by the tokens of requests with the lease of the step. Return those then complete.
+
+        Masks of the `following` requests are computed from then on.
+        """
+        pairs = [
             (request, token)
             for (request, lease), token in zip(sampled, tokens, strict=True)
             if request.lease == lease and token >= 0 and request.generates_tokens
-        )
+        ]
+        return self.constraints.advance(pairs, following)
 
     def _accept_drafts(self, batch: Batch, tokens: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each row with drafts, up to a stop token; none if the first is not finite."""
