@@ -105,9 +105,7 @@ class EngineLoop:
         self._last_error = ""
         self.warm_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self.operations = Operations(self)
-        # Check graph addresses before the next step: a caller may have moved storage since the last one. Storage can't
-        # move between steps without a new request or command.
-        self._storage_may_have_moved = True
+        self._storage_may_have_moved = True  # see `recheck_addresses`
         self._idle_check_failures = 0
         self._next_idle_check = 0.0
         self._next_capture = 0.0
@@ -127,11 +125,17 @@ class EngineLoop:
         A constrained request waits until its grammar is compiled. If that fails, it gets a final event with
         finish_reason "error", as it does in `submit`.
         """
-        self._storage_may_have_moved = True
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
         if not request.params.is_constrained or self.constraints.begin(request):
             self._schedule(request)
+
+    def recheck_addresses(self) -> None:
+        """Check all graph addresses before the next step. Call it when code outside of the loop may have moved storage.
+
+        In a served engine only commands other than requests run such code.
+        """
+        self._storage_may_have_moved = True
 
     def _schedule(self, request: EngineRequest) -> None:
         try:
@@ -540,7 +544,7 @@ class EngineLoop:
         elif isinstance(command, Abort):
             self.abort(command.request_ids)
         elif isinstance(command, Ask):
-            self._storage_may_have_moved = True
+            self.recheck_addresses()
             self.drain()  # the called method may change weights or storage that a step in flight uses
             try:
                 send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))

@@ -20,6 +20,9 @@ from graph_cache.backends.cpu_out import out_call
 from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
 
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
 @dataclass(slots=True)
 class Call:
     """One replayed call. `targets` receive copies of its results if the function cannot write in place.
@@ -78,7 +81,7 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
 
     def replay() -> None:
         for grad, segment in _by_grad_mode(calls):
-            with _mode(grad):
+            with _without_autocast(), _mode(grad):
                 for call in segment:
                     result = call.func(*call.args, **call.kwargs)
                     if call.targets:
@@ -90,6 +93,11 @@ def loop_program(calls: list[Call]) -> Callable[[], None]:
 def _by_grad_mode(calls: list[Call]) -> list[tuple[bool, list[Call]]]:
     """Group consecutive calls by gradient mode."""
     return [(grad, list(segment)) for grad, segment in itertools.groupby(calls, key=lambda call: call.grad)]
+
+
+def _without_autocast() -> AbstractContextManager:
+    """Return a context without autocast, whose casts are among the calls: a replay may run inside any region."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def _mode(grad: bool) -> AbstractContextManager:
@@ -118,9 +126,10 @@ def torchscript_program(calls: list[Call]) -> Callable[[], None]:
         before = get_optimize()
         set_optimize(False)
         try:
-            for grad, run in segments:
-                with _mode(grad):
-                    run()
+            with _without_autocast():
+                for grad, run in segments:
+                    with _mode(grad):
+                        run()
         finally:
             set_optimize(before)
 

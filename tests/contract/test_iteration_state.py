@@ -504,3 +504,20 @@ def test_lazy_views_of_other_values_run_eager(pool, device):
     for _ in range(4):
         assert run(x) == -4
     assert {reason for *_, reason in stats.fallbacks} == {"argument_without_memory"} and not stats.replays
+
+
+def test_a_replay_inside_an_autocast_region_casts_nothing_more(pool, device):
+    """The casts of the capture are among its operations. A recurrent layer outside of autocast has none."""
+    torch.manual_seed(0)
+    cell, stats = nn.LSTM(WIDTH, WIDTH, batch_first=True).to(device), CacheStats()
+
+    def step(x):
+        with torch.autocast(device.type, enabled=False):
+            return cell(x)[0].detach()
+
+    run = iteration_of(pool, stats, step)
+    for _ in range(6):
+        x = torch.randn(2, 3, WIDTH, device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert torch.equal(run(x), step(x))
+    assert sum(stats.replays.values()) >= 2
