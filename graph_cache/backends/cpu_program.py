@@ -19,7 +19,6 @@ from graph_cache.backends.cpu_arena import Claim
 from graph_cache.backends.cpu_out import out_call
 from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
 
-
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
