@@ -157,10 +157,10 @@ class Constraints:
         pool = self._matcher_pool()
         pool.wait()
         ids = [request_id for request_id, _ in pairs]
-        matchers = [self._matchers[request_id] for request_id in ids]
+        finished = pool.accept([self._matchers[request_id] for request_id in ids], [token_id for _, token_id in pairs])
         self._filled = [] if then_masks_of is None else list(then_masks_of)
-        following = self._mask_rows(self._filled) if self._filled else None
-        finished = pool.accept(matchers, [token_id for _, token_id in pairs], following)
+        if self._filled:
+            pool.start_fill(*self._mask_rows(self._filled))
         return frozenset(itertools.compress(ids, finished))
 
     def masks(self, requests: Sequence[Request]) -> tuple[MaskInput, list[tuple[Request, RequestError | None]]]:
@@ -185,8 +185,9 @@ class Constraints:
                 changed.append(row)
         for tokens, rows in forbidden.items():
             changed += forbid_rows(masks, rows, tokens)
+        is_empty = np.bitwise_or.reduce(masks, axis=1) == 0 if changed else ()  # quicker than row by row
         for row in changed:
-            if not masks[row].any():
+            if is_empty[row]:
                 dead_ends[row] = self._dead_end(matchers[row], self._rules.get(requests[row].request_id))
         ended = [(requests[row], dead_ends[row]) for row in sorted(dead_ends)]
         return MaskInput([request.slot for request in requests], masks), ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,9 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 MASK_BITS = 32  # tokens per word of a mask
-MIN_PARALLEL = 4  # fewer matchers are advanced, and their masks computed, sooner by the calling thread
+SERIAL_SECONDS = 5e-4  # masks that take less are computed sooner by the calling thread: waking others takes as long
+DECAY = 0.95  # of the estimate while several threads compute, so that one thread is tried again
+FEW_ROWS = 8
 
 
 def mask_words(vocab_size: int) -> int:
@@ -90,51 +93,49 @@ class MaskRows(NamedTuple):
 
 
 class MatcherPool:
-    """Advances many matchers and computes their masks with a pool of threads. Use it in one thread.
+    """Advances many matchers and computes their masks, with a pool of threads if that is sooner. Use it in one thread.
 
-    While masks are computed in the background, no matcher may be used: call `wait` first.
+    While masks are computed in the background, no matcher may be used: call `wait` first. `seconds_per_mask` is the
+    first estimate for one thread.
     """
 
-    def __init__(self, num_threads: int):
+    def __init__(self, num_threads: int, seconds_per_mask: float = 0.0):
         self._executor = LLExecutor(num_threads=num_threads)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filled: Future[None] | None = None
+        self._seconds_per_mask = seconds_per_mask
 
-    def accept(
-        self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int], then_fill: MaskRows | None = None
-    ) -> list[bool]:
+    def accept(self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int]) -> list[bool]:
         """Advance each matcher by one token that its last mask allowed. After any other token, its `error` says so.
 
-        With `then_fill`, begin to compute these masks as `start_fill` does. Returns whether each matcher is finished.
+        Returns whether each matcher is finished. One thread does this sooner than several.
         """
-        if len(matchers) < MIN_PARALLEL or then_fill is None or len(then_fill.matchers) < MIN_PARALLEL:
-            finished = self._accept(matchers, token_ids)
-            if then_fill is not None:
-                self.start_fill(*then_fill)
-            return finished
-        # One task does both, since the start of another one would wait for its thread again.
-        accepted: Future[list[bool]] = Future()
-        self._filled = self._background.submit(
-            self._accept_and_fill, matchers, token_ids, accepted, _arguments(*then_fill)
-        )
-        return accepted.result()
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            matcher.accept(token_id)
+        return [matcher.is_finished for matcher in matchers]
 
     def fill(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int] | None = None) -> None:
         """Write the mask of matcher i to row i (or at_rows[i]) of masks int32 [>= n, words], C-contiguous.
 
         Bit t % 32 of word t // 32 says whether token t may follow. The row of a matcher with an `error` is undefined.
         """
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(*_arguments(matchers, masks, at_rows))
+        self.start_fill(matchers, masks, range(len(matchers)) if at_rows is None else at_rows)
+        self.wait()
 
     def start_fill(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]) -> None:
-        """Begin what `fill` does, and return; `wait` returns when it is done. Few matchers are not worth it."""
-        if len(matchers) < MIN_PARALLEL:
-            self.fill(matchers, masks, at_rows)
+        """Do what `fill` does, in the background if it takes long; `wait` returns when it is done."""
+        if len(matchers) * self._seconds_per_mask < SERIAL_SECONDS:
+            self._fill_serially(matchers, masks, at_rows)
             return
+        self._seconds_per_mask *= DECAY
         begun = threading.Event()
-        self._filled = self._background.submit(self._fill_in_background, begun, _arguments(matchers, masks, at_rows))
+        self._filled = self._background.submit(self._fill_in_parallel, begun, _arguments(matchers, masks, at_rows))
         begun.wait()  # else this thread could keep the interpreter's lock for milliseconds
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether masks are being computed in the background, or `wait` was not called since."""
+        return self._filled is not None
 
     def wait(self) -> None:
         """Wait until the masks begun last are computed. Raises what that raised."""
@@ -146,42 +147,28 @@ class MatcherPool:
         """End the thread in the background."""
         self._background.shutdown()
 
-    def _accept(self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int]) -> list[bool]:
-        if len(matchers) < MIN_PARALLEL:
-            for matcher, token_id in zip(matchers, token_ids, strict=True):
-                matcher.accept(token_id)
-        else:
-            pairs = sorted(zip(matchers, token_ids, strict=True), key=lambda pair: pair[0].lock_id)  # see `_arguments`
-            self._executor.consume_token_par([(matcher.native, token_id) for matcher, token_id in pairs])
-        return [matcher.is_finished for matcher in matchers]
+    def _fill_serially(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]) -> None:
+        if not matchers:
+            return
+        started = time.perf_counter()
+        address, row_bytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
+        for matcher, row in zip(matchers, at_rows, strict=True):
+            matcher.native.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        seconds = (time.perf_counter() - started) / len(matchers)
+        self._seconds_per_mask = (self._seconds_per_mask + seconds) / 2
 
-    def _accept_and_fill(
-        self,
-        matchers: Sequence[GrammarMatcher],
-        token_ids: Sequence[int],
-        accepted: Future[list[bool]],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        try:
-            accepted.set_result(self._accept(matchers, token_ids))
-        except BaseException as error:
-            accepted.set_exception(error)
-            raise
-        self._executor.unsafe_compute_mask_ptr(*arguments)  # without the interpreter's lock
-
-    def _fill_in_background(self, begun: threading.Event, arguments: tuple[Any, ...]) -> None:
+    def _fill_in_parallel(self, begun: threading.Event, arguments: tuple[Any, ...]) -> None:
         begun.set()
         self._executor.unsafe_compute_mask_ptr(*arguments)  # without the interpreter's lock
 
 
 def _arguments(
-    matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int] | None
+    matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]
 ) -> tuple[list[tuple[LLMatcher, int]], int, int, int]:
-    """Return the arguments of llguidance's function that computes masks."""
+    """Return the arguments of llguidance's function that computes masks on several threads."""
     rows, words = masks.shape
-    chosen = range(len(matchers)) if at_rows is None else at_rows
     # A thread takes neighbours, so matchers that wait for each other go side by side.
-    by_lock = sorted(zip(chosen, matchers, strict=True), key=lambda pair: pair[1].lock_id)
+    by_lock = sorted(zip(at_rows, matchers, strict=True), key=lambda pair: pair[1].lock_id)
     return [(matcher.native, row) for row, matcher in by_lock], masks.ctypes.data, words * masks.itemsize, rows
 
 
@@ -190,6 +177,8 @@ def forbid_rows(masks: np.ndarray, rows: Sequence[int], token_ids: Iterable[int]
 
     Quicker than `forbid` for many rows and few tokens.
     """
+    if len(rows) < FEW_ROWS:
+        return [row for row in rows if forbid(masks[row], token_ids)]
     at_rows = np.asarray(rows)
     changed = np.zeros(len(rows), dtype=bool)
     for token_id in token_ids:

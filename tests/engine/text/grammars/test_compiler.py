@@ -14,7 +14,14 @@ from llguidance import LLMatcher
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.matcher import CompiledGrammar, MaskRows, MatcherPool, forbid, forbid_rows, mask_words
+from engine.text.grammars.matcher import (
+    SERIAL_SECONDS,
+    CompiledGrammar,
+    MatcherPool,
+    forbid,
+    forbid_rows,
+    mask_words,
+)
 from engine.utils.processes.child import running_children
 
 HOSTILE = {"type": "integer", "multipleOf": 999_983}  # takes seconds and 400 MB
@@ -88,45 +95,47 @@ def test_masks_computed_in_the_background_equal_those_of_one_thread(compiler):
     pool.close()
 
 
-@pytest.mark.parametrize(("advanced", "filled"), [(9, 9), (2, 9), (9, 2), (0, 9), (9, 0), (0, 0)])
-def test_matchers_advanced_before_masks_in_the_background_equal_those_advanced_alone(
-    compiler, vocabulary, advanced, filled
-):
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["serial", "parallel"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_matchers_of_a_pool_follow_those_advanced_alone(compiler, vocabulary, count, seconds):
     grammar = compiled(compiler, regex="[a-f]{4}")
-    ours, theirs = ([grammar.start() for _ in range(9)] for _ in range(2))
-    pool, words = MatcherPool(2), mask_words(compiler.source.size)
-    found, expected = (np.zeros((9, words), dtype=np.int32) for _ in range(2))
-    one_of = [vocabulary.greedy_tokenize(char)[0] for char in "abcdefabc"][:advanced]
+    ours, theirs = ([grammar.start() for _ in range(count)] for _ in range(2))
+    pool, words = MatcherPool(2, seconds), mask_words(compiler.source.size)
+    found, expected = (np.zeros((count, words), dtype=np.int32) for _ in range(2))
+    tokens = [vocabulary.greedy_tokenize(char)[0] for char in "abcdefabc"][:count]
     for step in range(4):
-        finished = pool.accept(ours[:advanced], one_of, MaskRows(ours[:filled], found, range(filled)))
-        pool.wait()
-        for matcher, token in zip(theirs, one_of, strict=False):
+        finished = pool.accept(ours, tokens)
+        pool.start_fill(ours, found, range(count))
+        for matcher, token in zip(theirs, tokens, strict=True):
             matcher.accept(token)
-        pool.fill(theirs[:filled], expected)
+        MatcherPool(1).fill(theirs, expected)
+        pool.wait()
         assert (found == expected).all()
-        assert finished == [step == 3] * advanced == [matcher.is_finished for matcher in theirs[:advanced]]
+        assert finished == [step == 3] * count == [matcher.is_finished for matcher in theirs]
     assert not any(matcher.has_error for matcher in ours)
     pool.close()
 
 
-def test_an_error_of_advancing_in_the_background_is_raised_at_once(compiler):
-    pool, words = MatcherPool(2), mask_words(compiler.source.size)
-    matchers = [compiled(compiler, regex="a").start() for _ in range(5)]
-    rows = MaskRows(matchers, np.zeros((5, words), dtype=np.int32), range(5))
-    with pytest.raises((OverflowError, TypeError)):
-        pool.accept(matchers, [-1] * 5, rows)
-    with pytest.raises((OverflowError, TypeError)):
+def test_slow_masks_are_computed_by_several_threads_and_one_is_tried_again(compiler):
+    grammar = compiled(compiler, regex="[a-f]{4}")
+    matchers, pool = [grammar.start() for _ in range(4)], MatcherPool(2, 4 * SERIAL_SECONDS)
+    masks = np.zeros((4, mask_words(compiler.source.size)), dtype=np.int32)
+    in_background = []
+    for _ in range(80):
+        pool.start_fill(matchers, masks, range(4))
+        in_background.append(pool.is_computing)
         pool.wait()
+    assert in_background[0] and not in_background[-1]
     pool.close()
 
 
 @given(
-    st.lists(st.integers(0, 5), unique=True, min_size=1),
+    st.lists(st.integers(0, 11), unique=True, min_size=1),
     st.lists(st.integers(0, 95), unique=True, max_size=6),
     st.randoms(use_true_random=False),
 )
 def test_tokens_forbidden_in_many_rows_are_those_forbidden_in_each(rows, token_ids, random):
-    masks = np.array([[random.getrandbits(32) - 2**31 for _ in range(3)] for _ in range(6)], dtype=np.int32)
+    masks = np.array([[random.getrandbits(32) - 2**31 for _ in range(3)] for _ in range(12)], dtype=np.int32)
     expected = masks.copy()
     changed = [row for row in rows if forbid(expected[row], token_ids)]
     assert forbid_rows(masks, rows, token_ids) == changed
