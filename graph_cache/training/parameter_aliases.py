@@ -71,13 +71,17 @@ class ParameterAliases:
         """Replace parameters in the second list that recurrent modules keep beside the registry, and references to it.
 
         A forward that finds other parameters than those referenced flattens them, which moves them on a GPU. The list
-        itself is watched. Other tensors in it, which a user put there, stay.
+        itself is watched. Other tensors in it, which a user put there, stay, and so do the references to parameters.
         """
         weights, references = list(module._flat_weights), list(module._flat_weight_refs)
         self._flat_weights.append((module, weights, references))
-        aliases = [self._aliases.get(id(weight), weight) for weight in weights]
-        module._flat_weights[:] = aliases
-        module._flat_weight_refs[:] = [None if alias is None else weakref.ref(alias) for alias in aliases]
+        module._flat_weights[:] = [self._alias_of(weight) for weight in weights]
+        module._flat_weight_refs[:] = [
+            None if reference is None else weakref.ref(self._alias_of(reference())) for reference in references
+        ]
+
+    def _alias_of(self, value: Any) -> Any:
+        return self._aliases.get(id(value), value)
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:

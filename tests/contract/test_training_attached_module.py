@@ -148,15 +148,24 @@ class Cell(nn.Module):
         return self.cell(x)[0]
 
 
-def test_a_capture_keeps_tensors_put_into_the_weights_of_a_recurrent_module(pool, device):
+@pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
+def test_a_capture_keeps_tensors_put_into_the_weights_of_a_recurrent_module(pool, device, calls_before):
     eager, graphed = twins(Cell, device)
     attached(graphed, [""], pool, warmup=1)
-    for model in (eager, graphed):
-        weights = model.cell._flat_weights
-        weights[0] = (weights[0].detach() + 1).requires_grad_()
-    for _ in range(4):
+    for call in range(8):
+        if call == calls_before:
+            for model in (eager, graphed):
+                weights = model.cell._flat_weights
+                weights[0] = (weights[0].detach() + 1).requires_grad_()
         x = torch.randn(3, 2, WIDTH, device=device)
-        assert torch.equal(graphed(x), eager(x))
+        found = []
+        for model in (graphed, eager):
+            model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *[parameter.grad for parameter in model.parameters()]])
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
 
 class Pair(Model):

@@ -194,6 +194,7 @@ def test_a_cached_function_runs_hidden_compiled_code_compiled_or_not_at_all(pool
     spec = BufferSpec(("batch", WIDTH), torch.bfloat16)
     run = cache.graphed("model", lambda x: graphed(x), {"x": spec}, buckets=(4,), watch=graphed)
     with torch.inference_mode():
+        graphed(torch.zeros(4, WIDTH, device=device, dtype=torch.bfloat16))  # keeps the function that it compiles
         for _ in range(4):
             x = torch.randn(4, WIDTH, device=device, dtype=torch.bfloat16)
             assert torch.equal(run(x=x), eager(x))
