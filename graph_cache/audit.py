@@ -69,9 +69,13 @@ class StorageAudit(DecomposingMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in inputs:
             self._observe(tensor)
+        for leaf in leaves:
+            if isinstance(leaf, torch.UntypedStorage):  # of `set_`, by which cuDNN's layers take all weights at once
+                self._observe_storage(leaf)
         if func is _LIFT:  # torch.tensor and torch.from_numpy: their values are Python state, which is watched
             self.host.discard(_address(inputs[0]))
         if any(map(_is_wrapper, types)):
@@ -92,15 +96,21 @@ class StorageAudit(DecomposingMode):
         if storage is not None:
             if storage._cdata in self._made:
                 return
-            if storage._cdata not in self.outside:
-                self.outside[storage._cdata] = storage
-                if tensor.grad_fn is not None:
-                    self.computed.add(storage._cdata)
-                if storage.device.type == "cpu":
-                    self.host.add(storage._cdata)
-            self.dtypes.setdefault(storage._cdata, set()).add(tensor.dtype)
+            if self._observe_storage(storage) and tensor.grad_fn is not None:
+                self.computed.add(storage._cdata)
+            self.dtypes[storage._cdata].add(tensor.dtype)
         if tensor.is_leaf and tensor.requires_grad:
             self.leaves[id(tensor)] = tensor
+
+    def _observe_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Record the use of a storage. Returns whether it is from before the run and was not used so far."""
+        address = storage._cdata
+        if address in self._made or address in self.outside:
+            return False
+        self.outside[address], self.dtypes[address] = storage, set()
+        if storage.device.type == "cpu":
+            self.host.add(address)
+        return True
 
     def _observe_write(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)

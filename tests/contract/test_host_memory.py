@@ -200,3 +200,13 @@ def test_the_audit_undoes_writes_to_memory_of_the_host():
     assert host == 4
     audit.undo()
     assert host == 3
+
+
+def test_the_audit_finds_memory_that_is_passed_as_a_storage():
+    """As cuDNN's recurrent layers pass their first weight, for a view of all of them."""
+    weight, audit = torch.ones(4), StorageAudit()
+    with audit:
+        whole = torch.empty(0).set_(weight.untyped_storage(), 0, (4,), (1,))
+        whole + 1
+        torch.ones(4).untyped_storage()
+    assert list(audit.outside) == [weight.untyped_storage()._cdata]

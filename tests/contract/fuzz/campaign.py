@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.contract.fuzz.compare import Log, first_difference
 from tests.contract.fuzz.grammar import APIS, DEFAULT_STEP, Program, RandomSource, Step, draw_program, short
@@ -37,8 +39,16 @@ class Verdict:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
+@functools.cache
+def _prepare(device: torch.device) -> None:
+    """Let PyTorch make the state of dropout in cuDNN's layers, which draws from the generator once in a process."""
+    if device.type == "cuda":
+        nn.LSTM(4, 4, 2, dropout=0.5).to(device)(torch.zeros(1, 1, 4, device=device))
+
+
 def check(program: Program, device: torch.device) -> Verdict:
     """Run a program eager and captured, and compare the two bit for bit."""
+    _prepare(device)
     found = _run(program, device, True)
     wanted = _run(program, device, False, found.decisions)
     difference = _compare(wanted, found)
