@@ -149,7 +149,8 @@ def refuse_backward_changes(
     reasons = [f"changes {', '.join(found)}"] if found else []
     reasons += audit.refused_host_memory(device, earlier=forward)
     if reasons:
-        raise CaptureRefused(f"the backward of {name} {'; '.join(reasons)}. A replay would not repeat this")
+        backward = f"the backward of {name}"
+        raise CaptureRefused(f"{backward} {'; '.join(reasons)}. A replay would not repeat this")
 
 
 def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -> bool:

@@ -14,11 +14,19 @@ PAGE = (ROOT / "docs/refusals.md").read_text("utf-8")
 SOURCES = [
     *(ROOT / "graph_cache/training").glob("*.py"),
     *(ROOT / "graph_cache/backends").glob("*.py"),
+    ROOT / "graph_cache/audit.py",
     ROOT / "graph_cache/torch_settings.py",
     ROOT / "graph_cache/host_reads.py",
     ROOT / "graph_cache/quantizers.py",
 ]
-NAMING = {"host_read_refusal", "_describe_changes", "outside_reads"}  # functions that return texts
+NAMING = {  # functions that return texts
+    "host_read_refusal",
+    "_describe_changes",
+    "outside_reads",
+    "refused_host_memory",
+    "refused_compiled_code",
+    "_optimizers_on_host",
+}
 COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD", "REFUSAL"}  # reasons that are raised elsewhere
 RAISING = {"CaptureRefused", "error_type"}
 JOINED = ("A replay would not repeat this",)  # what is said around collected reasons
