@@ -105,15 +105,19 @@ class Report:
             }
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row of results and print it as a line of JSON."""
+        """Keep a row of results and print it as a line of JSON. Writes the file: a run may be cut off later."""
         self.rows.append(row)
+        self._write({})
         print(json.dumps(row), flush=True)
 
     def finish(self, columns: Sequence[str] | None = None, **figures: Any) -> None:
         """Write the file and print the rows as a table. `figures`: results that are not in rows."""
+        self._write(figures)
+        print(f"\n{table(self.rows, columns)}", flush=True)
+
+    def _write(self, figures: Mapping[str, Any]) -> None:
         if self._path is not None:
             self._path.write_text(json.dumps(self._found | {"rows": self.rows} | figures, indent=1) + "\n")
-        print(f"\n{table(self.rows, columns)}", flush=True)
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
