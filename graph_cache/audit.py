@@ -54,6 +54,7 @@ class StorageAudit(DecomposingMode):
         self.computed: set[int] = set()
         self.dtypes: dict[int, set[torch.dtype]] = {}
         self.host: set[int] = set()
+        self._uses_sparse_on_host = False
         self._saves, self._saves_host = saves, saves_host
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # Weak references keep the addresses of storages made in the run from being reused.
@@ -99,6 +100,8 @@ class StorageAudit(DecomposingMode):
             if self._observe_storage(storage) and tensor.grad_fn is not None:
                 self.computed.add(storage._cdata)
             self.dtypes[storage._cdata].add(tensor.dtype)
+        elif tensor.device.type == "cpu" and tensor.layout is not torch.strided:
+            self._uses_sparse_on_host = True
         if tensor.is_leaf and tensor.requires_grad:
             self.leaves[id(tensor)] = tensor
 
@@ -137,8 +140,10 @@ class StorageAudit(DecomposingMode):
         Storages that the run of `earlier` used or made are constants already.
         """
         found = [address for address in self.host if earlier is None or not earlier.knows(address)]
-        if device.type == "cpu" or not found:
+        if device.type == "cpu" or not (found or self._uses_sparse_on_host):
             return []
+        if not found:
+            return [f"uses sparse tensors in host memory: move them to {device.type}"]
         dtypes = {str(dtype).removeprefix("torch.") for address in found for dtype in self.dtypes[address]}
         return [
             f"uses {len(found)} tensors in host memory ({', '.join(sorted(dtypes))}) that exist before the call: move "
@@ -160,6 +165,8 @@ class StorageAudit(DecomposingMode):
     def undo(self) -> None:
         """Restore the saved memory that the runs overwrote."""
         for storage, before in self._saved.values():
+            if storage.nbytes() != before.nbytes():
+                storage.resize_(before.nbytes())
             storage.copy_(before)
 
 

@@ -61,6 +61,11 @@ class DecomposingMode(TorchDispatchMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def is_in_autocast(self) -> bool:
+        """Whether the code that called this operation is in an autocast region of the CPU."""
+        _, excluded = self._calling_keys()
+        return not excluded.has(_AUTOCAST["CPU"])
+
     def _calling_keys(self) -> tuple[Any, Any]:
         """Return the dispatch keys of the code that called this operation: with autocast, if it is on there."""
         if self._outer_keys is not None:

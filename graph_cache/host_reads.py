@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import storage_of
 from graph_cache.host_state import REGISTRIES
@@ -94,6 +96,7 @@ class Reads:
         enters_autocast: Whether the code entered an autocast region.
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
         compiled: Modules of the functions that torch.compile has compiled and the code called.
+        made: Addresses of the storages of these functions' results.
 
     Args:
         names: Names that the caller itself reads, such as that of the method that it calls.
@@ -105,6 +108,7 @@ class Reads:
         self.enters_autocast = False
         self.outside: set[str] = set()
         self.compiled: set[str] = set()
+        self.made: dict[int, StorageWeakRef] = {}  # weak references keep the addresses from being reused
         self._codes: dict[int, types.CodeType] = {}
 
     def __contains__(self, code: object) -> bool:
@@ -180,13 +184,15 @@ class Reads:
             if name in OUTSIDE and _is_called_by_own_code(frame):
                 self.outside.add(OUTSIDE[name])
             return
+        if event == "return" and argument is not None and _is_compile_wrapper(frame.f_code):
+            self._observe_results(argument)
         if event != "call":
             return
         code = frame.f_code
         if code.co_filename.startswith(_OPERATORS):
             return
         self._codes[id(code)] = code
-        if code.co_name == "compile_wrapper" and code.co_filename.startswith(_DYNAMO):
+        if _is_compile_wrapper(code) and not _forces_eager():
             self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
@@ -194,6 +200,22 @@ class Reads:
                 self.modules[id(first)] = first
             elif code is _ENTER_AUTOCAST and isinstance(first, torch.autocast):
                 self.enters_autocast |= bool(vars(first).get("_enabled"))
+
+    def _observe_results(self, results: Any) -> None:
+        for leaf in tree_leaves(results):
+            storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
+            if storage is not None:
+                self.made[storage._cdata] = StorageWeakRef(storage)
+
+
+def _is_compile_wrapper(code: types.CodeType) -> bool:
+    return code.co_name == "compile_wrapper" and code.co_filename.startswith(_DYNAMO)
+
+
+def _forces_eager() -> bool:
+    """Whether compiled functions run uncompiled now, by `torch.compiler.set_stance`."""
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return getattr(stance, "stance", "") == "force_eager"
 
 
 def _is_own(code: types.CodeType) -> bool:

@@ -10,6 +10,7 @@ import functools
 import os
 import random
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from graph_cache.torch_settings import SETTINGS, autocast_state, settings
 
 IGNORED_VARIABLES = frozenset(("decimal_context",))  # made when first read
 # Compilers and launchers of kernels keep settings of their own in context variables and in the environment.
-COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.")
+COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 COMPILERS_ENVIRONMENT = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 
@@ -106,10 +107,17 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _is_of_a_compiler(variable: contextvars.ContextVar[Any]) -> bool:
-    """Whether this is a global of a compiler, which no result depends on."""
-    return any(
+    """Whether this is a global or a setting of a compiler, which no result depends on."""
+    return variable.name.startswith("torch.") or any(
         value is variable
         for name, module in list(sys.modules.items())
         if f"{name}.".startswith(COMPILERS)
-        for value in list(vars(module).values())
+        for value in _variables_of(module)
     )
+
+
+def _variables_of(module: types.ModuleType) -> list[Any]:
+    """Return the globals of a module, and the variables that PyTorch keeps the settings of its compilers in."""
+    settings = vars(module).get("_config")
+    entries = settings.values() if isinstance(settings, dict) else ()
+    return [*vars(module).values(), *[getattr(entry, "user_override", None) for entry in entries]]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
-from graph_cache.composites import DecomposingMode, is_composite
+from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
 from graph_cache.namespaces import state_of
 
@@ -290,6 +290,8 @@ class TapeRecorder(DecomposingMode):
             raise CaptureRefused(
                 f"{func}: a collective between processes, which a CPU graph cannot replay. Leave it out of the capture"
             )
+        if name in FUSED and self.is_in_autocast():
+            raise CaptureRefused(f"{func}: a fused attention in an autocast region, which casts inside of it")
         if name in MOVES_STORAGE:
             raise CaptureRefused(f"{func}: it moves storage, and a graph's addresses are fixed")
         if name in INDEXING:

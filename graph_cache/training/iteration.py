@@ -477,7 +477,10 @@ class CapturedIteration:
             if address in declared:
                 seen.refusals.append(f"takes memory of a module as argument {index}, of which a graph reads a copy")
         declared |= arguments
-        other = [address for address in audit.outside if address not in declared] if is_whole else []
+        other = [address for address in audit.outside if address not in declared]
+        if not is_whole:
+            # What compiled code has made looks like memory from before the run. Some of it is freed by now.
+            other = [address for address in other if address not in reads.made and storage_users(address) > 1]
         seen.outside = [audit.outside[address] for address in other]
         if any(address in audit.computed for address in other):
             seen.refusals.append("uses a tensor that was computed from trainable tensors before the call")

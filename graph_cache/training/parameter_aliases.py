@@ -38,6 +38,13 @@ class ParameterAliases:
         return [self._aliases[id(parameter)] for parameter in trainable(self._module)]
 
     def __enter__(self) -> None:
+        try:
+            self._replace()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _replace(self) -> None:
         for module in self._module.modules():
             registry: dict[str, Any] = module._parameters
             for name, parameter in registry.items():
@@ -70,15 +77,21 @@ class ParameterAliases:
     def _replace_flat_weights(self, module: nn.RNNBase) -> None:
         """Replace parameters in the second list that recurrent modules keep beside the registry, and references to it.
 
-        A forward that finds other parameters than those referenced flattens them, which moves them on a GPU. The list
-        itself is watched. Other tensors in it, which a user put there, stay, and so do the references to parameters.
+        A forward that finds other parameters than those referenced lists them anew and flattens them, which moves them
+        on a GPU. The list itself is watched. Other tensors in it, which a user put there, stay until then.
         """
         weights, references = list(module._flat_weights), list(module._flat_weight_refs)
         self._flat_weights.append((module, weights, references))
-        module._flat_weights[:] = [self._alias_of(weight) for weight in weights]
-        module._flat_weight_refs[:] = [
-            None if reference is None else weakref.ref(self._alias_of(reference())) for reference in references
-        ]
+        registered = [getattr(module, name, None) for name in module._flat_weights_names]  # aliases by now
+        referenced = [None if reference is None else self._alias_of(reference()) for reference in references]
+        is_outdated = any(
+            weight is not None and reference is not None and found is not weight
+            for weight, reference, found in zip(registered, references, referenced, strict=True)
+        )
+        current = registered if is_outdated else [self._alias_of(weight) for weight in weights]
+        targets = registered if is_outdated else referenced
+        module._flat_weights[:] = current
+        module._flat_weight_refs[:] = [None if target is None else weakref.ref(target) for target in targets]
 
     def _alias_of(self, value: Any) -> Any:
         return self._aliases.get(id(value), value)

@@ -179,6 +179,7 @@ def test_optimizers_that_step_inside_keep_their_state(pool, device, name, caplog
         (lambda x, host: x * host, True),
         (lambda x, host: x * host.item(), True),
         (lambda x, host: host.add_(1), True),
+        (lambda x, host: host[None].to_sparse().mul_(2), True),
         (lambda x, host: x * torch.tensor(2.0), False),
         (lambda x, host: x * 2.0, False),
     ],
@@ -200,6 +201,17 @@ def test_the_audit_undoes_writes_to_memory_of_the_host():
     assert host == 4
     audit.undo()
     assert host == 3
+
+
+def test_the_audit_undoes_writes_after_one_that_resizes():
+    first, resized, last = torch.zeros(1), torch.zeros(2), torch.zeros(1)
+    audit = StorageAudit(saves_host=True)
+    with audit:
+        first.add_(1)
+        torch.add(torch.ones(9), 1, out=resized.resize_(0))
+        last.add_(1)
+    audit.undo()
+    assert first == 0 and last == 0 and resized.untyped_storage().nbytes() == 8
 
 
 def test_the_audit_finds_memory_that_is_passed_as_a_storage():

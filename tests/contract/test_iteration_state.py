@@ -521,3 +521,22 @@ def test_a_replay_inside_an_autocast_region_casts_nothing_more(pool, device):
         with torch.autocast(device.type, torch.bfloat16):
             assert torch.equal(run(x), step(x))
     assert sum(stats.replays.values()) >= 2
+
+
+@pytest.mark.parametrize("own_region", [False, True])
+def test_fused_attention_in_an_autocast_region_is_never_replayed_in_another(pool, device, own_region):
+    """The fused operation casts inside, by the region in which it runs."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True, device=device).eval().requires_grad_(False)
+    stats = CacheStats()
+
+    def step(x):
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=own_region):
+            inside = layer(x)
+        return inside + x
+
+    run = iteration_of(pool, stats, step)
+    for enabled in (True, True, True, True, False, False, False, False, True):
+        x = torch.randn(2, 3, WIDTH, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            assert torch.equal(run(x), step(x)), enabled

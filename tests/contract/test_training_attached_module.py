@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import io
 import pickle
@@ -237,3 +238,25 @@ def test_a_parameter_that_a_helper_object_holds_is_trained(pool, device):
             optimizer.step()
         assert torch.equal(models[0].weight, models[1].weight)
     assert stats.replays and models[1].helper.weight is models[1].weight
+
+
+def test_a_replaced_weight_of_a_recurrent_module_is_trained(pool, device):
+    """The references to the former weight are dead when the next capture begins."""
+    eager, graphed = twins(Cell, device)
+    attached(graphed, [""], pool, warmup=1)
+    logs = []
+    for model in (graphed, eager):
+        generator, log = torch.Generator().manual_seed(3), []
+        for call in range(7):
+            if call == 3:
+                model.cell.weight_ih_l0 = nn.Parameter(torch.ones(3 * WIDTH, WIDTH, device=device) * 0.1)
+                gc.collect()
+            parameters = list(model.parameters())
+            model.zero_grad()
+            loss = model(torch.randn(3, 2, WIDTH, generator=generator).to(device)).square().mean()
+            loss.backward()
+            assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+            log.append([loss.detach(), *[parameter.grad.clone() for parameter in parameters]])
+        logs.append(log)
+    for ours, theirs in zip(*logs, strict=True):
+        assert all(map(torch.equal, ours, theirs))
