@@ -141,7 +141,6 @@ class Engine:
                 )
         for future in [self._loop.constraints.compile(one) for one in params if one.structured_outputs is not None]:
             future.result()  # an invalid grammar is refused before anything runs
-        self._loop.recheck_addresses()
         try:
             for request in requests:
                 self._loop.add(request)

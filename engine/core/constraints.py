@@ -195,9 +195,10 @@ class Constraints:
     def _fill(self, requests: Sequence[Request]) -> np.ndarray:
         """Return int32 [len(requests), words]: the masks of the grammars, and of all tokens for the other requests."""
         buffer, words = self._buffer(), mask_words(self._vocab_size)
+        if self._pool is not None:
+            self._pool.wait()  # also if all grammars have ended since: it writes to the buffer
         if self._matchers:
             pool = self._matcher_pool()
-            pool.wait()
             rows = {request: row for row, request in enumerate(self._filled)}
             if not rows.keys() >= set(requests):
                 pool.fill(*self._mask_rows(requests))

@@ -105,7 +105,7 @@ class EngineLoop:
         self._last_error = ""
         self.warm_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self.operations = Operations(self)
-        self._storage_may_have_moved = True  # see `recheck_addresses`
+        self._storage_may_have_moved = True  # so that all addresses of graphs are checked before the next step
         self._idle_check_failures = 0
         self._next_idle_check = 0.0
         self._next_capture = 0.0
@@ -123,19 +123,17 @@ class EngineLoop:
         """Queue a request. Raises RequestError for an invalid request, PromptTooLong for one that can never fit.
 
         A constrained request waits until its grammar is compiled. If that fails, it gets a final event with
-        finish_reason "error", as it does in `submit`.
+        finish_reason "error", as it does in `submit`. Addresses of graphs are checked before the next step, since the
+        calling code may have moved storage.
         """
+        self._storage_may_have_moved = True
+        self._add(request)
+
+    def _add(self, request: EngineRequest) -> None:
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
         if not request.params.is_constrained or self.constraints.begin(request):
             self._schedule(request)
-
-    def recheck_addresses(self) -> None:
-        """Check all graph addresses before the next step. Call it when code outside of the loop may have moved storage.
-
-        In a served engine only commands other than requests run such code.
-        """
-        self._storage_may_have_moved = True
 
     def _schedule(self, request: EngineRequest) -> None:
         try:
@@ -145,10 +143,13 @@ class EngineLoop:
             raise
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue requests. A rejected request gets a final event with finish_reason "error"."""
+        """Queue requests of a served engine, in which no code but that of an Ask can move storage.
+
+        A rejected request gets a final event with finish_reason "error".
+        """
         for request in requests:
             try:
-                self.add(request)
+                self._add(request)
             except EngineError as error:
                 self.finisher.reject(request, error, self.weight_version)
 
@@ -544,7 +545,7 @@ class EngineLoop:
         elif isinstance(command, Abort):
             self.abort(command.request_ids)
         elif isinstance(command, Ask):
-            self.recheck_addresses()
+            self._storage_may_have_moved = True
             self.drain()  # the called method may change weights or storage that a step in flight uses
             try:
                 send(Reply(command.number, attrgetter(command.method)(self)(*command.args)))

@@ -14,8 +14,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 MASK_BITS = 32  # tokens per word of a mask
-SERIAL_SECONDS = 5e-4  # masks that take less are computed sooner by the calling thread: waking others takes as long
-DECAY = 0.95  # of the estimate while several threads compute, so that one thread is tried again
+SERIAL_SECONDS = 5e-4  # of masks by the calling thread, before others are woken, which takes as long
 FEW_ROWS = 8
 
 
@@ -93,17 +92,15 @@ class MaskRows(NamedTuple):
 
 
 class MatcherPool:
-    """Advances many matchers and computes their masks, with a pool of threads if that is sooner. Use it in one thread.
+    """Advances many matchers and computes their masks, with a pool of threads if they take long. Use it in one thread.
 
-    While masks are computed in the background, no matcher may be used: call `wait` first. `seconds_per_mask` is the
-    first estimate for one thread.
+    While masks are computed in the background, no matcher may be used: call `wait` first.
     """
 
-    def __init__(self, num_threads: int, seconds_per_mask: float = 0.0):
+    def __init__(self, num_threads: int):
         self._executor = LLExecutor(num_threads=num_threads)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filled: Future[None] | None = None
-        self._seconds_per_mask = seconds_per_mask
 
     def accept(self, matchers: Sequence[GrammarMatcher], token_ids: Sequence[int]) -> list[bool]:
         """Advance each matcher by one token that its last mask allowed. After any other token, its `error` says so.
@@ -123,13 +120,18 @@ class MatcherPool:
         self.wait()
 
     def start_fill(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]) -> None:
-        """Do what `fill` does, in the background if it takes long; `wait` returns when it is done."""
-        if len(matchers) * self._seconds_per_mask < SERIAL_SECONDS:
-            self._fill_serially(matchers, masks, at_rows)
+        """Do what `fill` does, from SERIAL_SECONDS on in the background; `wait` returns when it is done."""
+        address, row_bytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
+        until = time.perf_counter() + SERIAL_SECONDS
+        done = 0
+        while done < len(matchers) and time.perf_counter() < until:
+            matchers[done].native.unsafe_compute_mask_ptr(address + at_rows[done] * row_bytes, row_bytes)
+            done += 1
+        if done == len(matchers):
             return
-        self._seconds_per_mask *= DECAY
         begun = threading.Event()
-        self._filled = self._background.submit(self._fill_in_parallel, begun, _arguments(matchers, masks, at_rows))
+        arguments = _arguments(matchers[done:], masks, at_rows[done:])
+        self._filled = self._background.submit(self._fill_in_parallel, begun, arguments)
         begun.wait()  # else this thread could keep the interpreter's lock for milliseconds
 
     @property
@@ -146,16 +148,6 @@ class MatcherPool:
     def close(self) -> None:
         """End the thread in the background."""
         self._background.shutdown()
-
-    def _fill_serially(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray, at_rows: Sequence[int]) -> None:
-        if not matchers:
-            return
-        started = time.perf_counter()
-        address, row_bytes = masks.ctypes.data, masks.shape[1] * masks.itemsize
-        for matcher, row in zip(matchers, at_rows, strict=True):
-            matcher.native.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
-        seconds = (time.perf_counter() - started) / len(matchers)
-        self._seconds_per_mask = (self._seconds_per_mask + seconds) / 2
 
     def _fill_in_parallel(self, begun: threading.Event, arguments: tuple[Any, ...]) -> None:
         begun.set()

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
 from engine import SamplingParams
+from engine.checkpoint.source import resolve_model
+from engine.core.constraints import Constraints
 from engine.errors import RequestError
+from engine.protocol.request import EngineRequest
 from engine.protocol.structured_outputs import StructuredOutputs
+from engine.scheduling.request import Request
+from engine.text.grammars import matcher as matcher_module
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.vocabulary import VocabularySource
+from engine.text.tokenizer import Tokenizer
 from engine.worker.async_output import AsyncStepOutput
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
 
@@ -407,3 +417,47 @@ def test_params_accept_a_mapping_or_the_class():
     )
     with pytest.raises(RequestError, match="must be an object"):
         SamplingParams(structured_outputs="a")
+
+
+def test_a_fill_in_the_background_never_writes_masks_of_a_later_step(tiny_model, monkeypatch):
+    """The grammar of the fill's only request may end before the next masks are asked for."""
+    monkeypatch.setattr(matcher_module, "SERIAL_SECONDS", 0.0)
+    executor = matcher_module.LLExecutor
+
+    class Slow:
+        def __init__(self, num_threads):
+            self.native = executor(num_threads=num_threads)
+
+        def unsafe_compute_mask_ptr(self, *arguments):
+            time.sleep(0.05)
+            self.native.unsafe_compute_mask_ptr(*arguments)
+
+    monkeypatch.setattr(matcher_module, "LLExecutor", Slow)
+    tokenizer = Tokenizer.try_load(resolve_model(str(tiny_model)))
+    source = VocabularySource.of(tokenizer, 1024, (2,))
+    constraints = Constraints(
+        GrammarCompiler(source, max_workers=1),
+        1024,
+        4,
+        frozenset((2,)),
+        lambda rows, words: np.zeros((rows, words), np.int32),
+    )
+    requests = []
+    for slot, params in enumerate(({"structured_outputs": {"regex": "a"}}, {"allowed_token_ids": [5, 6]})):
+        one = EngineRequest(request_id=str(slot), prompt_token_ids=[3], params=SamplingParams(**params), seed=0)
+        if one.params.structured_outputs is not None:
+            constraints.compile(one.params).result(60)
+        assert constraints.begin(one)
+        requests.append(Request(one, "weights", frozenset((2,))))
+        requests[-1].slot = slot
+    first, second = requests
+    assert not constraints.masks(requests)[1]
+    token = tokenizer.encode("a")[0]
+    assert constraints.advance([(first, token)], requests) == {"0"}
+    constraints.forget("0")
+    found, _ = constraints.masks([second])
+    masks = found.masks.copy()
+    time.sleep(0.2)
+    assert (found.masks == masks).all()
+    assert set(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))) == {5, 6}
+    constraints.close()

@@ -348,3 +348,20 @@ def test_a_manifest_that_can_be_written_again_is_saved_and_a_later_failure_is_to
     folder.write_text("a file")
     engine.loop.save_manifest()
     assert sum("was not saved" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_request_of_an_embedding_caller_uses_weights_that_moved(make_engine):
+    """The caller steps the loop itself, and no step ends between the move and the next request."""
+    engine, other = make_engine(enable_prefix_caching=False), make_engine(enable_prefix_caching=False)
+    engine.warm()
+    engine.loop.add(request("before", PROMPTS[0], greedy(8)))
+    drain(engine.loop)
+    for parameter in engine.loop.runner.model.module.parameters():
+        parameter.data = parameter.data * 1.5
+    for parameter in other.loop.runner.model.module.parameters():
+        parameter.data.mul_(1.5)
+    for each in (engine, other):
+        each.loop.add(request("after", PROMPTS[0], greedy(8)))
+    found, expected = (tokens(drain(each.loop)["after"]) for each in (engine, other))
+    assert found == expected
+    assert sum(engine.loop.runner.cache.stats.invalidations.values())
