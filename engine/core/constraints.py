@@ -21,7 +21,6 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.matcher import (
     CompiledGrammar,
     GrammarMatcher,
-    MaskRows,
     MatcherPool,
     fill_threads,
     forbid_rows,
@@ -180,7 +179,7 @@ class Constraints:
                 continue
             if tokens := self._forbidden(request, matcher is not None):
                 forbidden.setdefault(tokens, []).append(row)
-            if self._rules and (rules := self._rules.get(request.request_id)) is not None:
+            if (rules := self._rules.get(request.request_id)) is not None:
                 rules.apply(masks[row], request.token_ids, request.prompt_len)
                 changed.append(row)
         for tokens, rows in forbidden.items():
@@ -198,10 +197,9 @@ class Constraints:
         if self._pool is not None:
             self._pool.wait()  # also if all grammars have ended since: it writes to the buffer
         if self._matchers:
-            pool = self._matcher_pool()
             rows = {request: row for row, request in enumerate(self._filled)}
             if not rows.keys() >= set(requests):
-                pool.fill(*self._mask_rows(requests))
+                self._matcher_pool().fill(*self._mask_rows(requests))
             elif list(requests) != self._filled:
                 buffer[: len(requests)] = buffer[[rows[request] for request in requests]]
         self._filled = []
@@ -210,10 +208,10 @@ class Constraints:
             buffer[others, :words] = self._all_tokens
         return buffer[: len(requests), :words]
 
-    def _mask_rows(self, requests: Sequence[Request]) -> MaskRows:
-        """Return the matchers of the requests that have one, with their rows."""
+    def _mask_rows(self, requests: Sequence[Request]) -> tuple[list[GrammarMatcher], np.ndarray, list[int]]:
+        """Return the matchers of the requests that have one, the buffer, and their rows of it."""
         rows = [row for row, request in enumerate(requests) if request.request_id in self._matchers]
-        return MaskRows([self._matchers[requests[row].request_id] for row in rows], self._buffer(), rows)
+        return [self._matchers[requests[row].request_id] for row in rows], self._buffer(), rows
 
     def _matcher_pool(self) -> MatcherPool:
         if self._pool is None:

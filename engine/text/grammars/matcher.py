@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -81,14 +81,6 @@ class GrammarMatcher:
     def error(self) -> str:
         """Why the matcher can't go on, such as a limit on its states; "" if it can."""
         return self.native.get_error()
-
-
-class MaskRows(NamedTuple):
-    """Rows `at_rows` of masks int32 [>= n, words] for the masks of n matchers."""
-
-    matchers: Sequence[GrammarMatcher]
-    masks: np.ndarray
-    at_rows: Sequence[int]
 
 
 class MatcherPool:
