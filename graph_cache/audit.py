@@ -102,7 +102,9 @@ class StorageAudit(DecomposingMode):
             self.dtypes[storage._cdata].add(tensor.dtype)
         elif tensor.device.type == "cpu" and tensor.layout is not torch.strided:
             self._uses_sparse_on_host = True
-        if tensor.is_leaf and tensor.requires_grad:
+        # Backward operations make views of trainable tensors, which look like leaves. They may outlive the run: an
+        # autograd thread frees them.
+        if tensor.is_leaf and tensor.requires_grad and (torch.is_grad_enabled() or not tensor._is_view()):
             self.leaves[id(tensor)] = tensor
 
     def _observe_storage(self, storage: torch.UntypedStorage) -> bool:

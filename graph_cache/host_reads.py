@@ -85,6 +85,9 @@ OUTSIDE = {
 }
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
 _OPERATORS = (f"{_TORCH}_ops.py", f"{_TORCH}_library{os.sep}", f"{_TORCH}library.py")
+# This core observes and captures, and computes nothing itself: only the parts that its adapters put into models do.
+_CORE = os.path.dirname(__file__) + os.sep
+_ADAPTERS = f"{_CORE}adapters{os.sep}"
 INCIDENTAL = ("<frozen importlib", "logging", "warnings", "linecache", "traceback", "inspect", "tokenize")
 
 
@@ -191,7 +194,8 @@ class Reads:
         code = frame.f_code
         if code.co_filename.startswith(_OPERATORS):
             return
-        self._codes[id(code)] = code
+        if not _is_of_the_core(code):
+            self._codes[id(code)] = code
         if _is_compile_wrapper(code) and not _forces_eager():
             self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
         if code.co_argcount:
@@ -206,6 +210,10 @@ class Reads:
             storage = storage_of(leaf) if isinstance(leaf, Tensor) else None
             if storage is not None:
                 self.made[storage._cdata] = StorageWeakRef(storage)
+
+
+def _is_of_the_core(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(_CORE) and not code.co_filename.startswith(_ADAPTERS)
 
 
 def _is_compile_wrapper(code: types.CodeType) -> bool:

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
 MAX_ITEMS = 4096  # of larger containers, only the length is compared
+# Compilers and launchers of kernels keep settings of their own in context variables.
+COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 
 
 class _Missing:
@@ -388,9 +390,33 @@ def is_buffer(value: Any) -> bool:
 def is_hidden(value: Any) -> bool:
     """Return whether this object keeps state in C that `Hidden` reads."""
     numpy = tuple(kind for name in NUMPY_GENERATORS if (kind := _numpy_type(name)))
-    return isinstance(value, (torch.Generator, random.Random, ContextVar, *numpy)) or (
+    if isinstance(value, ContextVar):
+        return not is_of_a_compiler(value)
+    return isinstance(value, (torch.Generator, random.Random, *numpy)) or (
         isinstance(value, Iterator) and not isinstance(value, io.IOBase)
     )
+
+
+def is_of_a_compiler(variable: ContextVar[Any]) -> bool:
+    """Return whether this is a global or a setting of a compiler, which no result depends on."""
+    return variable.name.startswith("torch.") or _is_global_of_a_compiler(variable)
+
+
+@functools.cache
+def _is_global_of_a_compiler(variable: ContextVar[Any]) -> bool:
+    return any(
+        value is variable
+        for name, module in list(sys.modules.items())
+        if f"{name}.".startswith(COMPILERS)
+        for value in _variables_of(module)
+    )
+
+
+def _variables_of(module: types.ModuleType) -> list[Any]:
+    """Return the globals of a module, and the variables that PyTorch keeps the settings of its compilers in."""
+    settings = vars(module).get("_config")
+    entries = settings.values() if isinstance(settings, dict) else ()
+    return [*vars(module).values(), *[getattr(entry, "user_override", None) for entry in entries]]
 
 
 def position_of(iterator: Iterator[Any]) -> Any:

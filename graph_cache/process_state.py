@@ -6,23 +6,20 @@ A replay changes none of it, and does not read it either.
 from __future__ import annotations
 
 import contextvars
-import functools
 import os
 import random
 import sys
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graph_cache.host_state import same
-from graph_cache.namespaces import set_state, state_of
+from graph_cache.namespaces import is_of_a_compiler, set_state, state_of
 from graph_cache.torch_settings import SETTINGS, autocast_state, settings
 
 IGNORED_VARIABLES = frozenset(("decimal_context",))  # made when first read
-# Compilers and launchers of kernels keep settings of their own in context variables and in the environment.
-COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
+# Compilers and launchers of kernels keep settings of their own in the environment, and in context variables.
 COMPILERS_ENVIRONMENT = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 
@@ -97,27 +94,9 @@ def _context_variables() -> dict[contextvars.ContextVar[Any], Any]:
     return {
         variable: value
         for variable, value in contextvars.copy_context().items()
-        if variable.name not in IGNORED_VARIABLES and not _is_of_a_compiler(variable)
+        if variable.name not in IGNORED_VARIABLES and not is_of_a_compiler(variable)
     }
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(COMPILERS_ENVIRONMENT)}
-
-
-@functools.cache
-def _is_of_a_compiler(variable: contextvars.ContextVar[Any]) -> bool:
-    """Whether this is a global or a setting of a compiler, which no result depends on."""
-    return variable.name.startswith("torch.") or any(
-        value is variable
-        for name, module in list(sys.modules.items())
-        if f"{name}.".startswith(COMPILERS)
-        for value in _variables_of(module)
-    )
-
-
-def _variables_of(module: types.ModuleType) -> list[Any]:
-    """Return the globals of a module, and the variables that PyTorch keeps the settings of its compilers in."""
-    settings = vars(module).get("_config")
-    entries = settings.values() if isinstance(settings, dict) else ()
-    return [*vars(module).values(), *[getattr(entry, "user_override", None) for entry in entries]]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graph_cache.audit import StorageAudit
 from graph_cache.stats import CacheStats
-from tests.contract.training_models import assert_same, batches, iteration_of, mlp, twins
+from tests.contract.training_models import WIDTH, assert_same, batches, iteration_of, mlp, twins
 
 RATE = 0.05
 WARMING = 3  # eager calls before the first capture: the first, which registers the modules, and two more
@@ -271,3 +272,15 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
         run(x)
     assert seen.log == [(True, True, True)] * 2 + [(False, True, True)]
     assert has_captured()
+
+
+def test_views_made_by_backward_operations_are_no_trained_tensors(device):
+    """They require a gradient and have no history, as leaves do; an autograd thread frees them after the run."""
+    model, mine = mlp().to(device), torch.ones(WIDTH, device=device, requires_grad=True)
+    with torch.no_grad():
+        rows = torch.ones(2, WIDTH, device=device).unbind()[0]
+    rows.requires_grad_()
+    with StorageAudit() as audit:
+        (model(torch.ones(2, WIDTH, device=device)) * mine * rows).sum().backward()
+    found = {id(leaf) for leaf in audit.leaves.values()}
+    assert found == {id(leaf) for leaf in (*model.parameters(), mine, rows)}

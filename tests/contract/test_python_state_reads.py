@@ -22,8 +22,10 @@ import pytest
 import torch
 from torch import nn
 
+from graph_cache.audit import StorageAudit
 from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
+from graph_cache.host_reads import Reads
 from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, attached, iteration_of, twins
 
@@ -528,3 +530,10 @@ def test_an_iteration_keeps_what_calls_with_other_arguments_showed_apart(pool, d
         step(x, model.bias if index % 2 else 2.0)
         assert torch.equal(found, model.bias.grad)
     assert stats.replays
+
+
+def test_what_observes_a_run_is_no_part_of_it(device):
+    layer, reads, audit = linear().to(device), Reads(), StorageAudit()
+    with reads.observing(), audit:
+        layer(torch.ones(1, WIDTH, device=device))
+    assert audit.outside and "outside" not in reads.names and "bias" in reads.names

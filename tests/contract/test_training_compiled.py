@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import os
+import sys
+import types
 
 import pytest
 import torch
@@ -216,3 +219,31 @@ def test_what_compilers_keep_in_the_process_is_no_change_of_a_call(monkeypatch):
     assert before.changes() == ["the environment"]
     before.restore()
     assert "ANOTHER_VARIABLE" not in os.environ
+
+
+@pytest.mark.parametrize("api", ["module", "iteration"])
+def test_a_context_variable_of_a_compiler_may_change_in_a_call(pool, device, api, monkeypatch):
+    """Triton keeps its allocator of scratch memory in one, and libraries set another one in each forward."""
+    launcher = types.ModuleType("triton.encore_test")
+    launcher.ALLOCATOR = contextvars.ContextVar("_allocator")
+    monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            launcher.ALLOCATOR.set(lambda size: None)
+            return super().forward(x)
+
+    layer = Layer(WIDTH, WIDTH).to(device)
+    x = torch.ones(2, WIDTH, device=device)
+    if api == "module":
+        _, stats = attached(layer, [""], pool)
+        run = layer
+    else:
+        stats = CacheStats()
+        run = iteration_of(pool, stats, lambda x: layer(x).sum().backward())
+    for _ in range(8):
+        out = run(x)
+        if api == "module":
+            out.sum().backward()
+        layer.zero_grad()
+    assert sum(stats.replays.values()) >= 2 and not stats.failed_captures

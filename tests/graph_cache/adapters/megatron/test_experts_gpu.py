@@ -157,6 +157,11 @@ def test_hybrid_models_equal_eager(pattern, modules):
 
 
 @pytest.mark.usefixtures("mamba_kernels")
+def test_a_mixer_of_default_sizes_equals_eager():
+    compare(pattern="M-M", hidden_size=1024, mamba_num_groups=8)
+
+
+@pytest.mark.usefixtures("mamba_kernels")
 def test_packed_batches_of_a_hybrid_model_replay():
     def losses(model):
         log = []
