@@ -86,6 +86,7 @@ def test_a_gradient_differentiated_again_after_the_capture_raises_once_and_then_
         [[p.grad for p in graphed.parameters() if p.grad is not None]],
         [[p.grad for p in eager.parameters() if p.grad is not None]],
     )
+    penalty(graphed, x)  # graphs are dropped between steps, and an autograd thread may have ended the failed one late
     assert sum(stats.failed_captures.values()) == 1 and not graphs.table()
 
 
