@@ -8,8 +8,10 @@
 - dropless: 8 experts, top-2, grouped GEMM
 - hybrid: Mamba-2, attention and MLP layers in the ratio 3 : 1 : 4; needs mamba-ssm and causal-conv1d
 
-Each row has the largest difference of a loss to eager's over the first --losses steps. On a CPU the models are built
-from parts in plain torch, and Megatron's own ways are left out.
+Each row has the largest difference of a loss to eager's over the first --loss-steps steps. The row "grouped" of
+dropless is eager with the grouped GEMM of our graphs, whose losses equal its losses bit for bit. Losses of hybrid are
+equal where the kernels are deterministic: MAMBA_DETERMINISTIC=1 and CAUSAL_CONV1D_DETERMINISTIC=1. On a CPU the models
+are built from parts in plain torch, and Megatron's own ways are left out.
 """
 
 from __future__ import annotations
@@ -37,15 +39,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.training.step_timing import COLUMNS, add_arguments, run_ways, timed
+from benchmarks.training.step_timing import (
+    LEARNING_RATE,
+    LOSS_COLUMNS,
+    LossComparison,
+    add_arguments,
+    losses_of,
+    run_ways,
+    timed,
+)
 from engine import Engine, EngineConfig
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place, layer_spec
+from graph_cache.adapters.megatron.dropless import DroplessExperts
 
 NEEDS = "CPU or 1 GPU"
 KINDS = ("experts", "dropless", "hybrid")
-OURS = ("eager", "local", "local_parts", "transformer_engine")
+OURS = ("eager", "grouped", "local", "local_parts", "transformer_engine")
 WAYS = (*OURS, "megatron_local", "megatron_transformer_engine")
-ON_CPU = ("eager", "local", "local_parts")
+ON_CPU = OURS[:-1]
 VOCABULARY = 32000
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
 EXPERTS = {
@@ -180,7 +191,7 @@ def set_up(kind: str, way: str, batch: int, args: argparse.Namespace) -> tuple[C
         with torch.cuda.stream(side):
             model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         torch.cuda.current_stream().wait_stream(side)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=device.type == "cuda")
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(VOCABULARY, (batch, args.length + 1), generator=generator).to(device) for _ in range(4)]
     positions = torch.arange(args.length, device=device).expand(batch, -1)
@@ -219,7 +230,9 @@ def set_up(kind: str, way: str, batch: int, args: argparse.Namespace) -> tuple[C
 
 def _capture(kind: str, way: str, model: nn.Module) -> list[Engine]:
     """Attach what captures this way."""
-    if way not in OURS[1:]:
+    if way == "grouped":
+        DroplessExperts([model]).begin()
+    if way not in OURS[2:]:
         return []
     in_parts = way == "local_parts" or (way == "transformer_engine" and kind == "dropless")
     engine = Engine(
@@ -244,31 +257,25 @@ def _experts_on_cpu() -> None:
     moe_utils.te_general_gemm = None
 
 
-def with_differences(row: dict[str, Any], eager: dict[str, Any]) -> None:
-    """Replace a row's losses by their largest difference to eager's, and the number of equal ones."""
-    losses = row.pop("losses", None)
-    if losses is None or "losses" not in eager:
-        return
-    differences = [abs(ours - theirs) for ours, theirs in zip(losses, eager["losses"], strict=True)]
-    row |= {"max_loss_difference": max(differences), "equal_losses": differences.count(0.0)}
-
-
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
     ways = WAYS if HAVE_TE else ON_CPU
-    add_arguments(parser, ways, ways)
+    add_arguments(parser, ways, ())
     parser.add_argument("--kind", choices=KINDS, default="experts")
-    parser.add_argument("--losses", type=harness.count, default=100, help="steps whose losses are compared (100)")
+    parser.add_argument("--loss-steps", type=harness.count, default=100, help="steps whose losses are compared")
     args = parser.parse_args(argv)
+    args.ways = args.ways or [way for way in ways if way != "grouped" or args.kind == "dropless"]
+    if "grouped" in args.ways and args.kind != "dropless":
+        parser.error("--ways grouped: needs --kind dropless")
     if args.one:
         step, engines = set_up(args.kind, args.ways[0], args.batches[0], args)
-        losses = [step(number).item() for number in range(args.losses)]
+        losses = losses_of(step, args.loss_steps)
         print(json.dumps(timed(step, engines, args.warm, args.steps) | {"losses": losses}), flush=True)
         os._exit(0)  # Megatron's own graphs hold NCCL's buffers, and an orderly exit may hang on them
     report = harness.Report(__spec__.name, args, argv)
-    flags = [f"--kind={args.kind}", f"--losses={args.losses}"]
-    run_ways(__spec__.name, args.ways, args, flags, report, with_differences)
-    report.finish((*COLUMNS, "max_loss_difference", "equal_losses"))
+    flags = [f"--kind={args.kind}", f"--loss-steps={args.loss_steps}"]
+    run_ways(__spec__.name, args.ways, args, flags, report, LossComparison())
+    report.finish(LOSS_COLUMNS)
     return 0
 
 

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import cuda_graphs
 from torch import Tensor, nn
 
+from benchmarks.training.step_timing import LEARNING_RATE
 from engine import Engine, EngineConfig
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
@@ -58,7 +59,7 @@ def prepare(
         with torch.cuda.stream(side):
             model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
         torch.cuda.current_stream().wait_stream(side)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=device.type == "cuda")
     run, engines = _forward_backward(way, model, settings, args, batch)
     keeps_gradients = settings is not None and settings.cuda_graph_impl == "full_iteration"
 

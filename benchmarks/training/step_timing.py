@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from benchmarks import harness
 from engine import Engine
 
 SIZES = {"layers": 24, "width": 1024, "length": 512, "warm": 8, "steps": 16}
+LEARNING_RATE = 1e-5  # small, so that losses do not magnify differences of rounding
 COLUMNS = ("way", "batch", "ms", "times_eager", "synced_ms", "host_ms", "peak_mib", "peak_reserved_mib", "error")
 # With --loss-steps: the largest difference of a loss to eager's, and the ways that had the same losses bit for bit.
 LOSS_COLUMNS = (*COLUMNS[:-1], "replays", "loss_difference", "same_losses_as", "error")
@@ -127,7 +129,7 @@ def run_ways(
             if done.returncode == 0:
                 row |= json.loads(done.stdout.splitlines()[-1])
             else:
-                row["error"] = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
+                row["error"] = _error_in(done.stderr) or f"exit status {done.returncode}"
             if way == "eager":
                 eager = dict(row)
             if "ms" in row and "ms" in eager:
@@ -137,6 +139,13 @@ def run_ways(
                 }
             compare(row, eager)
             report.add(row)
+
+
+def _error_in(output: str) -> str:
+    """Return the last line that names an exception, or else the last line. Warnings may follow a traceback."""
+    lines = output.strip().splitlines()
+    named = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Refused)\b", line)]
+    return (named or lines or [""])[-1][:200]
 
 
 def add_arguments(parser: argparse.ArgumentParser, ways: Sequence[str], default: Sequence[str]) -> None:

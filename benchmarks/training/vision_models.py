@@ -108,6 +108,7 @@ def megatron_model(
 
     `impl`: Megatron's own cuda_graph_impl of the language model. `with_te`: use Transformer Engine's layer specs.
     """
+    from megatron.core.enums import ModelType
     from megatron.core.models.common.vision_module.vision_module import VisionModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -230,7 +231,15 @@ def megatron_model(
             if not torch.cuda.is_available():
                 keep_rotary_in_place(self.language_model)
 
-        # Megatron's own helper looks these up on the model that it is given.
+        def set_input_tensor(self, input_tensor: Any) -> None:
+            """Take the input of a pipeline stage; the only stage has none."""
+            self.language_model.set_input_tensor(input_tensor)
+
+        # Megatron's schedule and its own helper look these up on the model that they are given.
+        @property
+        def model_type(self) -> ModelType:
+            return ModelType.encoder_or_decoder
+
         @property
         def decoder(self) -> nn.Module:
             return self.language_model.decoder

@@ -25,7 +25,15 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.training.step_timing import LOSS_COLUMNS, LossComparison, add_arguments, losses_of, run_ways, timed
+from benchmarks.training.step_timing import (
+    LEARNING_RATE,
+    LOSS_COLUMNS,
+    LossComparison,
+    add_arguments,
+    losses_of,
+    run_ways,
+    timed,
+)
 from benchmarks.training.vision_models import MERGE, PATCH, Batch, TransformersModel, batch_of, megatron_model
 from engine import Engine, EngineConfig
 from graph_cache import tune_token_budgets
@@ -78,7 +86,7 @@ def set_up(way: str, most: int, args: argparse.Namespace) -> tuple[Callable[[int
         from engine.vision.padding import PaddedImages
 
         PaddedImages(model.tower, settings.vision_token_budgets or (), settings.vision_max_images).begin()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=device.type == "cuda")
 
     def step(number: int) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
