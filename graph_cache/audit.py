@@ -6,6 +6,7 @@ A graph reads memory by address. Whatever a run uses besides its declared tensor
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -59,6 +60,7 @@ class StorageAudit(DecomposingMode):
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # Weak references keep the addresses of storages made in the run from being reused.
         self._made: dict[int, StorageWeakRef] = {}
+        self._views: dict[int, weakref.ref[Tensor]] = {}  # of storages from outside, as the run returned them
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,9 +90,18 @@ class StorageAudit(DecomposingMode):
         result = self.run(func, args, kwargs)
         for tensor in tree_leaves(result):
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            if storage is not None and storage._cdata not in self.outside and storage._cdata not in self._made:
+            if storage is None or storage._cdata in self._made:
+                continue
+            if storage._cdata in self.outside:
+                self._views[id(tensor)] = weakref.ref(tensor)
+            else:
                 self._made[storage._cdata] = StorageWeakRef(storage)
         return result
+
+    def _is_view_from_the_run(self, tensor: Tensor) -> bool:
+        """Whether an operation of the run made this view. Views of leaves look like leaves in backward operations."""
+        view = self._views.get(id(tensor))
+        return view is not None and view() is tensor
 
     def _observe(self, tensor: Tensor) -> None:
         storage = storage_of(tensor)
@@ -102,9 +113,7 @@ class StorageAudit(DecomposingMode):
             self.dtypes[storage._cdata].add(tensor.dtype)
         elif tensor.device.type == "cpu" and tensor.layout is not torch.strided:
             self._uses_sparse_on_host = True
-        # Backward operations make views of trainable tensors, which look like leaves. They may outlive the run: an
-        # autograd thread frees them.
-        if tensor.is_leaf and tensor.requires_grad and (torch.is_grad_enabled() or not tensor._is_view()):
+        if tensor.is_leaf and tensor.requires_grad and not self._is_view_from_the_run(tensor):
             self.leaves[id(tensor)] = tensor
 
     def _observe_storage(self, storage: torch.UntypedStorage) -> bool:

@@ -274,13 +274,45 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
     assert has_captured()
 
 
-def test_views_made_by_backward_operations_are_no_trained_tensors(device):
-    """They require a gradient and have no history, as leaves do; an autograd thread frees them after the run."""
-    model, mine = mlp().to(device), torch.ones(WIDTH, device=device, requires_grad=True)
+class Product(torch.autograd.Function):
+    """Uses its inputs without a history, as layers of Megatron and Transformer Engine do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+def leaf_view(device):
+    """Return a trainable tensor that is a view of another one: made without a history, it counts as a leaf."""
     with torch.no_grad():
-        rows = torch.ones(2, WIDTH, device=device).unbind()[0]
-    rows.requires_grad_()
+        row = torch.ones(2, WIDTH, device=device).unbind()[0]
+    return row.requires_grad_()
+
+
+def test_views_made_in_a_run_are_no_trained_tensors(device):
+    """Backward operations make views of parameters, which look like leaves. An autograd thread may free them late."""
+    model, mine, row = mlp().to(device), torch.ones(WIDTH, device=device, requires_grad=True), leaf_view(device)
     with StorageAudit() as audit:
-        (model(torch.ones(2, WIDTH, device=device)) * mine * rows).sum().backward()
-    found = {id(leaf) for leaf in audit.leaves.values()}
-    assert found == {id(leaf) for leaf in (*model.parameters(), mine, rows)}
+        Product.apply(model(torch.ones(2, WIDTH, device=device)) * mine, row).sum().backward()
+    assert {id(leaf) for leaf in audit.leaves.values()} == {id(leaf) for leaf in (*model.parameters(), mine, row)}
+
+
+def test_a_trained_view_from_before_the_call_gets_its_gradient(pool, device):
+    def job(make):
+        row, log = leaf_view(device), []
+        run = make(lambda x: Product.apply(x, row).sum().backward())
+        for x, _ in batches(8, device):
+            run(x)
+            log.append([row.grad.clone()])
+            row.grad = None
+        return log
+
+    stats = CacheStats()
+    assert_same(job(lambda step: iteration_of(pool, stats, step)), job(lambda step: step))
+    assert sum(stats.replays.values()) >= 3
