@@ -40,7 +40,13 @@ _POSITIVE_INTEGERS = (
     "tensor_parallel_size",
     "cuda_graph_max_packed_seqs",
 )
-_BOOLEANS = ("enable_prefix_caching", "async_scheduling", "cuda_graph_packed_seq", "cuda_graph_moe_dropless")
+_BOOLEANS = (
+    "enable_prefix_caching",
+    "async_scheduling",
+    "enable_return_hidden_states",
+    "cuda_graph_packed_seq",
+    "cuda_graph_moe_dropless",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,7 @@ class EngineConfig(NamesFields):
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
+    - `enable_return_hidden_states`: allow requests with `return_hidden_states`; decode steps then keep them.
     - `kernels`: how a GPU computes a step. "fused": the engine's own kernels; "torch": the model's layers around paged
       attention; "auto": fused for 16-bit weights on GPUs whose shared memory holds the tiles (Hopper).
     - `tensor_parallel_size`: GPUs of this host to split the model over, one process each (on a CPU: processes without
@@ -91,6 +98,7 @@ class EngineConfig(NamesFields):
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
+    enable_return_hidden_states: bool = False
     kernels: str = "auto"
 
     cuda_graph_impl: str = "local"

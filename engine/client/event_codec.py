@@ -48,6 +48,7 @@ def is_plain(event: TokenEvent) -> bool:
     return (
         len(event.token_ids) == 1 and event.finish_reason is None and event.queue_time is None
         and event.logprobs is None and event.prompt_logprobs is None and not event.cached_tokens
+        and event.hidden_states is None
         and event.stop_reason is None and event.error is None and event.refusal is None
         and not event.grammar_ended
     )  # fmt: skip

@@ -34,6 +34,8 @@ class OutputQueue:
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
             self._unread_bytes += LOGPROB_BYTES * sum(one.num_alternatives for one in delta.logprobs)
+        if delta.hidden_states is not None and delta.queue_time is None:  # the prompt's come at once
+            self._unread_bytes += delta.hidden_states.nbytes
         self.put(delta)
         if delta.finish_reason is not None:
             self.end(1)

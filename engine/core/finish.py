@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from engine.core.constraints import Constraints
 from engine.errors import EngineError, RequestError
 from engine.executor.interface import Executor
@@ -46,6 +48,7 @@ class StepFinisher:
             if scores and chunk.request.lease == chunk.lease and not chunk.request.first_event_sent:
                 chunk.request.prompt_scores += scores
         sampled = batch.sampled
+        self._add_hidden_states(batch, result)
         tokens, verified = result.tokens[: len(sampled)], self._accept_drafts(batch, result.tokens[len(sampled) :])
         self.scheduler.complete(
             batch,
@@ -81,6 +84,15 @@ class StepFinisher:
         for draft_row, accepted in zip(batch.verifies, verified, strict=True):
             if draft_row.request.lease == draft_row.lease:
                 self._finish_drafts(draft_row.request, accepted)
+
+    def _add_hidden_states(self, batch: Batch, result: StepResult) -> None:
+        """Give the hidden states of the step to its requests, except those with another lease since."""
+        if not result.hidden_states:
+            return
+        chunks = [(chunk.request, chunk.lease) for chunk in batch.prefills]
+        for request, lease in (*zip(batch.decodes, batch.leases, strict=True), *chunks):
+            if request.lease == lease and request.request_id in result.hidden_states:
+                request.add_hidden_states(*result.hidden_states[request.request_id])
 
     def _advance_grammars(
         self, sampled: Sequence[tuple[Request, int]], tokens: Sequence[int], following: Sequence[Request] | None
@@ -198,6 +210,8 @@ class StepFinisher:
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""
         event.weight_version = request.weight_version
+        if request.hidden_states:
+            event.hidden_states, request.hidden_states = np.concatenate(request.hidden_states), []
         if not request.first_event_sent:
             request.first_event_sent = True
             event.cached_tokens = request.cached_tokens

@@ -86,8 +86,11 @@ class MegatronModel(Model, nn.Module):
             out, _ = layer(hidden_states=hidden.unsqueeze(1), attention_mask=None, rotary_pos_emb=rope)
         return out.squeeze(1)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.gpt.decoder.final_layernorm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        gpt, hidden = self.gpt, self.gpt.decoder.final_layernorm(hidden)
+        gpt, hidden = self.gpt, self.final_norm(hidden)
         weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
         local, _ = gpt.output_layer(hidden.unsqueeze(1), weight=weight, runtime_gather_output=False)
         # Megatron's own gather works on GPUs only.

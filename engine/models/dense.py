@@ -198,8 +198,11 @@ class DenseModel(Model, nn.Module):
     def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
         return self.layers[index](hidden, *context.rope, context.attention)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.final_norm(hidden))
 
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.

@@ -162,6 +162,9 @@ class FusedDense(Model):
         """Return the partial sums of squares per row that a layer's last GEMM leaves for the norm after it."""
         return self._partial_squares(rows, self.config.intermediate_size)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._model.final_norm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden).to(self.logits_dtype)
 

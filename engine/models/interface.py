@@ -118,6 +118,10 @@ class Model(ABC):
         """Run decoder layer `index` on hidden [T, h]. Returns a new tensor, or `hidden` itself if changed in place."""
 
     @abstractmethod
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Return hidden [N, h] after the last layer, normalised as the head reads it: a new tensor [N, h]."""
+
+    @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, vocab] of hidden [N, h] after the last layer, in `logits_dtype`. Applies the last norm.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from engine.protocol.request import FinishReason, TokenLogprob
 
 
@@ -22,6 +24,7 @@ class OutputDelta:
     token_ids: list[int] = field(default_factory=list)  # new tokens
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta only
+    hidden_states: np.ndarray | None = None  # float32 [n, h], of the tokens computed since the last delta
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string
     error: str | None = None
@@ -42,6 +45,9 @@ class OutputDelta:
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
+        if later.hidden_states is not None:
+            parts = [one for one in (self.hidden_states, later.hidden_states) if one is not None]
+            self.hidden_states = np.concatenate(parts)
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.abort = later.abort
         return True
@@ -55,6 +61,7 @@ class CompletionOutput:
     text: str = ""  # the text of token_ids, without the stop string or stop token
     token_ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
+    hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # of `hidden_states`, as they arrived
     finish_reason: FinishReason | None = None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # the message, if finish_reason is error
@@ -66,9 +73,19 @@ class CompletionOutput:
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.hidden_states is not None:
+            self.hidden_state_parts.append(delta.hidden_states)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
         self.weight_version = delta.weight_version or self.weight_version
+
+    @property
+    def hidden_states(self) -> np.ndarray | None:
+        """Float32 [T, h]: the hidden states of the prompt's tokens and of all generated ones but the last.
+
+        They are those after the last layer and its norm. None unless return_hidden_states asked for them.
+        """
+        return np.concatenate(self.hidden_state_parts) if self.hidden_state_parts else None
 
 
 @dataclass(kw_only=True)
@@ -117,6 +134,10 @@ class RequestOutput:
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
         return self.outputs[0].logprobs
+
+    @property
+    def hidden_states(self) -> np.ndarray | None:
+        return self.outputs[0].hidden_states
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from engine.errors import EngineError, RequestError
 from engine.protocol.sampling_params import MAX_TOKENS, SamplingParams, checked_token_ids
 
@@ -82,6 +84,7 @@ class TokenEvent:
     token_ids: list[int] = field(default_factory=list)  # new this step
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
+    hidden_states: np.ndarray | None = None  # float32 [n, h], of the tokens computed since the last event
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id
     grammar_ended: bool = (

@@ -84,6 +84,7 @@ class SamplingParams(NamesFields):
     logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
     logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
     prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place
+    return_hidden_states: bool = False  # the final hidden state of each prompt and output token but the last
     skip_special_tokens: bool = True  # leave special tokens out of the text
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
     show_markers: bool = False  # don't skip special tokens that mark tool calls or reasoning
@@ -112,7 +113,8 @@ class SamplingParams(NamesFields):
         self._set("logit_bias", _logit_bias(self.logit_bias))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers"):
+        flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers")
+        for name in (*flags, "return_hidden_states"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -143,6 +145,11 @@ class SamplingParams(NamesFields):
     def is_constrained(self) -> bool:
         """Whether each step needs a mask of the tokens that may be sampled."""
         return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every prompt token must be computed, so that none may come from the prefix cache."""
+        return self.prompt_logprobs is not None or self.return_hidden_states
 
     @property
     def is_greedy(self) -> bool:

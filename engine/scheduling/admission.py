@@ -147,15 +147,14 @@ class Admission:
     def matched_tables(self, entry: QueuedRequest, weight_version: str) -> list[list[int]]:
         """Return the page tables of the request's cached prefix, without referencing their pages.
 
-        Renews the entry's stale chain. The tables are empty for a request with prompt_logprobs, which needs every
-        prompt token computed.
+        Renews the entry's stale chain. The tables are empty for a request that needs every prompt token computed.
         """
         if self.prefix_cache is None:
             return [[] for _ in self.groups.windows]
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
             salt = entry.request.params.cache_salt
             entry.chain = self.prefix_cache.chain(f"{weight_version}\0{salt}" if salt else weight_version)
-        if entry.request.params.prompt_logprobs is not None:
+        if entry.request.params.needs_whole_prompt:
             return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)
 

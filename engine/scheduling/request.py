@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping, Set
 from itertools import zip_longest
 
+import numpy as np
+
 from engine.errors import EngineError
 from engine.protocol.request import EngineRequest, TokenLogprob
 
@@ -80,8 +82,11 @@ class Request:
             and not params.min_tokens
             and not params.has_penalties
             and not params.is_constrained
+            and not params.return_hidden_states
         )
         self.prompt_scores: list[TokenLogprob | None] = []  # prompt logprobs of the chunks prefilled so far in this run
+        self.hidden_states: list[np.ndarray] = []  # float32 [n, h], of tokens computed since the last event
+        self.num_hidden_states = 0  # leading tokens whose hidden states have arrived
         self.first_event_sent = False
         self.cached_tokens = 0
         self.first_scheduled_time: float | None = None
@@ -123,6 +128,19 @@ class Request:
     def output_ids(self) -> list[int]:
         """The sampled tokens known to the host, as a copy."""
         return self.token_ids[self.prompt_len :]
+
+    def add_hidden_states(self, start: int, rows: np.ndarray) -> None:
+        """Take the hidden states of tokens from position `start`, except those that a run before a preemption gave."""
+        new = rows[max(0, self.num_hidden_states - start) :]
+        if len(new):
+            self.hidden_states.append(new)
+            self.num_hidden_states = start + len(rows)
+
+    def forget_partial_results(self) -> None:
+        """Drop what a preempted prefill has given: the next one computes it again, perhaps with new weights."""
+        self.prompt_scores = []
+        if not self.first_event_sent:
+            self.hidden_states, self.num_hidden_states = [], 0
 
     def held_pages(self) -> list[int]:
         """Return the pages of all groups in the order of their positions, without the entries that are 0."""

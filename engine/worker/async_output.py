@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from engine.protocol.request import TokenLogprob
 from engine.sampling.logprobs import DeviceLogprobs
 from engine.sampling.sampler import SampleResult
+from engine.utils.async_copy import Download
 from graph_cache.host_ring import Ticket
 
 MAX_STEPS_IN_FLIGHT = 2  # one running on the device and one enqueued behind it
@@ -20,12 +23,15 @@ class StepResult:
       logits were not finite.
     - logprobs: by row, for requests with logprobs.
     - prompt_logprobs: by request id, for the prompt tokens scored in this step.
+    - hidden_states: by request id, for those that want them: the first position, and float32 [n, h] of the tokens
+      computed from there on.
     - graph_bucket: bucket of the graph that ran the decodes; None if they ran eager.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
+    hidden_states: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
     graph_bucket: int | None = None
 
 
@@ -37,6 +43,8 @@ class AsyncStepOutput:
         self.tickets: list[Ticket] = []  # tokens of the decodes, of the prefills, of the drafts
         self.samples: list[tuple[int, SampleResult]] = []  # (first row, result)
         self.prompt_scores: dict[str, list[DeviceLogprobs]] = {}
+        # Rows of hidden states [n, h], and per request: its id, its first position and the number of its rows.
+        self.hidden_states: list[tuple[Download, list[tuple[str, int, int]]]] = []
         self.graph_bucket: int | None = None
         self._tokens: list[int] = []  # of the tickets read so far
         self._outcome: StepResult | Exception | None = None
@@ -75,4 +83,8 @@ class AsyncStepOutput:
         result.prompt_logprobs = {
             name: [entry for part in parts for entry in part.read()] for name, parts in self.prompt_scores.items()
         }
+        for download, owners in self.hidden_states:
+            rows = download.read().float().numpy()
+            for name, position, count in owners:
+                result.hidden_states[name], rows = (position, rows[:count]), rows[count:]
         return result

@@ -72,7 +72,8 @@ class DecodeStep:
     """One decode step of a model over static buffers.
 
     The parts of `layer_parts` do the same work as `run`. Only `hidden` is passed from part to part: a graph's internal
-    memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata.
+    memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata. With
+    `keeps_hidden`, `run` leaves the output of the last layer in `hidden` too.
     """
 
     def __init__(
@@ -82,15 +83,21 @@ class DecodeStep:
         sampler: GreedySampler,
         layout: Layout,
         states: RecurrentStates | None = None,
+        keeps_hidden: bool = False,
     ):
         self.model = model
+        self._keeps_hidden = keeps_hidden
         self._attention, self._sampler, self._layout, self._states = attention, sampler, layout, states
 
-    def run(self, state: Tensor, logits: Tensor, next_tokens: Tensor, context: int | None = None, **_: Any) -> None:
+    def run(
+        self, state: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor, context: int | None = None, **_: Any
+    ) -> None:
         """Run the whole step on the first rows of the buffers."""
         out, shared = self._embed(state, len(next_tokens)), self._context(state, len(next_tokens), context)
         for index in range(self.model.config.num_layers):
             out = self.model.layer(index, out, shared)
+        if self._keeps_hidden:
+            hidden.copy_(out)
         self._sample(state, out, logits, next_tokens)
 
     def layer_parts(self) -> list[Part]:

@@ -65,7 +65,7 @@ def decode_buffers(
     """Create the decode site's static buffers. Prefill shares the outputs, which have `max_rows` rows.
 
     - state, int64 [layout.size]: see SlotState; all zeros means padding.
-    - hidden, `dtype` [b, hidden_size]: passed between the parts of a layer-scoped step.
+    - hidden, `dtype` [b, hidden_size]: passed between the parts of a layer-scoped step; see DecodeStep.
     - logits, `logits_dtype` [b, vocab_size], and next_tokens int64 [b]: outputs. A next token is -1 if the row's logits
       are not finite.
     """

@@ -26,7 +26,7 @@ from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.sampling.sampler import Sampler, prompt_logprobs
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
-from engine.utils.async_copy import ids_to, upload
+from engine.utils.async_copy import Download, ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_addresses
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
@@ -103,7 +103,9 @@ class ModelRunner:
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
         self.site = self.cache.add_site(
             decode_site(
-                DecodeStep(self.step_model, self.attention, greedy, layout, self.states),
+                DecodeStep(
+                    self.step_model, self.attention, greedy, layout, self.states, config.enable_return_hidden_states
+                ),
                 addresses,
                 self.buffers,
                 Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
@@ -237,7 +239,13 @@ class ModelRunner:
         assert bucket is not None  # the largest bucket is max_num_seqs
         changes = self.inputs.changes(batch, bucket)
         self.inputs.advance()
-        return DecodeInput([request.slot for request in batch.decodes], batch.positions, bucket, variant, changes)
+        slots = [request.slot for request in batch.decodes]
+        wanted = [
+            (row, request.request_id)
+            for row, request in enumerate(batch.decodes)
+            if request.params.return_hidden_states
+        ]
+        return DecodeInput(slots, batch.positions, bucket, variant, changes, wanted)
 
     def _variant(self, batch: Batch) -> dict[str, int]:
         """Return the graph variant for these decodes: the context bucket, if attention uses one."""
@@ -352,6 +360,11 @@ class ModelRunner:
         output.graph_bucket = ran.bucket if ran.is_graph else None
 
     def _sample_decodes(self, step: DecodeInput, output: AsyncStepOutput) -> None:
+        if step.hidden_states:
+            index = ids_to(self.device, [row for row, _ in step.hidden_states])
+            rows = self.buffers["hidden"].index_select(0, index)
+            owners = [(name, step.positions[row], 1) for row, name in step.hidden_states]
+            output.hidden_states.append((Download(self.step_model.final_norm(rows)), owners))
         tokens = self.buffers["next_tokens"][: len(step.slots)]
         if self.sampling.needs_sampler(step.slots):
             # The step advanced the positions: they are those of the tokens to sample.
@@ -370,6 +383,9 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.scoring is not None:
                 self._score_prompt(chunk.scoring, found.hidden[start : start + chunk.length], output)
+            if chunk.hidden_states is not None:
+                rows = self.step_model.final_norm(found.hidden[start : start + chunk.length])
+                output.hidden_states.append((Download(rows), [(chunk.hidden_states, chunk.start, chunk.length)]))
             start += chunk.length
         if ended:
             slots = [chunks[index].slot for index in ended]
@@ -425,4 +441,5 @@ def chunk_input(chunk: PrefillChunk) -> ChunkInput:
         end = min(chunk.start + chunk.length, request.prompt_len - 1)
         targets = request.token_ids[chunk.start + 1 : end + 1]
         scoring = PromptScoring(request.request_id, targets, params.prompt_logprobs, params.logprob_token_ids)
-    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring)
+    hidden_states = request.request_id if params.return_hidden_states else None
+    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states)

@@ -29,6 +29,7 @@ class DecodeInput:
     - bucket: the padded number of rows.
     - variant: the keyword values of the graph's key.
     - changes: int64 [2, n], indices into the decode state and the values to write there; None if nothing changed.
+    - hidden_states: (row, request id) of the rows whose hidden states are wanted.
     """
 
     slots: list[int]
@@ -36,6 +37,7 @@ class DecodeInput:
     bucket: int
     variant: dict[str, Any]
     changes: np.ndarray | None
+    hidden_states: list[tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,17 @@ class PromptScoring:
 
 @dataclass(frozen=True, slots=True)
 class ChunkInput:
-    """A row that advances by `length` tokens from position `start`. `is_last`: a token is sampled after it."""
+    """A row that advances by `length` tokens from position `start`. `is_last`: a token is sampled after it.
+
+    `hidden_states` is the request's id, if its hidden states are wanted.
+    """
 
     slot: int
     start: int
     length: int
     is_last: bool
     scoring: PromptScoring | None
+    hidden_states: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ ENGINE_HELP = {
     "enable_prefix_caching": "reuse the KV cache of prompts with the same prefix",
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
+    "enable_return_hidden_states": "allow requests to ask for hidden states",
     "kernels": "kernels on a GPU: fused (the engine's own), torch, or auto",
     "cuda_graph_impl": "graph capture implementation; none or local for inference",
     "inference_cuda_graph_scope": "none: no graphs; layer: one graph per layer; block: one graph per step",

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -23,7 +24,7 @@ from server.schemas.generate import GenerateBody
 from server.schemas.requests import naming
 from server.schemas.responses import Generated
 from server.serving.output_budget import size_of
-from server.serving.service import Job, Service
+from server.serving.service import ARRAY_BYTES, Job, Service
 from server.serving.tokenization import Tokenization
 
 router = APIRouter(tags=["native"], responses=REFUSALS, route_class=BodyRoute)
@@ -67,6 +68,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                         for index in dict.fromkeys(delta.index for delta in deltas):
                             job, choice = jobs[number], jobs[number].choices[index]
                             size = size_of(choice.logprobs) + size_of(job.output.prompt_logprobs)
+                            if choice.finish_reason is not None and choice.hidden_state_parts:
+                                size += ARRAY_BYTES
                             place = firsts[number] + index if as_list else None
                             yield await service.write_events(size, partial(_event, tokens, body, job, choice, place))
 
@@ -122,7 +125,15 @@ def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: Completi
                 meta["input_top_logprobs"] = [None if one is None else _top(spelled, one) for _, one in asked]
             if job.params.logprob_token_ids:
                 meta["input_token_ids_logprobs"] = [None if one is None else _named(spelled, one) for _, one in asked]
+    if job.params.return_hidden_states and choice.finish_reason is not None:
+        meta["hidden_states"] = _hidden_states(choice, job.prompt_tokens)
     return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+
+def _hidden_states(choice: CompletionOutput, prompt_tokens: int) -> list[np.ndarray]:
+    """Return the vectors of the prompt's tokens [P, h], then the vector [h] of each generated token but the last."""
+    rows = choice.hidden_states
+    return [] if rows is None else [rows[:prompt_tokens], *rows[prompt_tokens:]]
 
 
 def _finish(choice: CompletionOutput) -> dict[str, Any] | None:

@@ -136,7 +136,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             await service.finish(jobs, reservation)
 
             def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = [part(outputs.choice(choice)) for choice in jobs[0].choices]
+                choices = [part(_chat_choice(outputs, body, choice)) for choice in jobs[0].choices]
                 extra: dict[str, Any] = {"stats": stats(jobs)} if body.return_stats else {}
                 if body.return_token_ids:
                     extra["prompt_token_ids"] = jobs[0].output.prompt_token_ids
@@ -147,6 +147,13 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             return await service.write(jobs, build)
 
     return JSONAnswer(answer)
+
+
+def _chat_choice(outputs: ChatOutputs, body: ChatBody, choice: CompletionOutput) -> dict[str, Any]:
+    entry = outputs.choice(choice)
+    if body.return_hidden_states:
+        entry["hidden_states"] = answers.last_hidden_state(choice)
+    return entry
 
 
 async def _stream(
@@ -202,6 +209,8 @@ def _completion(
         entry |= {"prompt_token_ids": job.output.prompt_token_ids, "token_ids": choice.token_ids}
     if body.prompt_logprobs is not None:
         entry["prompt_logprobs"] = answers.prompt_logprobs(tokens, job, body.prompt_logprobs)
+    if body.return_hidden_states:
+        entry["hidden_states"] = answers.last_hidden_state(choice)
     return entry
 
 

@@ -5,6 +5,7 @@ They are plain dicts built from a job's choices. The tokenizer is used only for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -117,6 +118,12 @@ def chat_logprobs(spelling: Spelling, found: Iterable[TokenLogprob] | None) -> d
         top = [spelled(token_id, value) for token_id, value in others.items()]
         content.append({**spelled(one.token_id, one.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def last_hidden_state(choice: CompletionOutput) -> list[float | None]:
+    """Return SGLang's `hidden_states` of an OpenAI choice: the vector of the last token that was computed."""
+    rows = choice.hidden_states
+    return [] if rows is None else [value if math.isfinite(value) else None for value in rows[-1].tolist()]
 
 
 def mean_logprob(choice: CompletionOutput) -> float:

@@ -44,6 +44,7 @@ _SAMPLING = {
     "return_token_ids": "token ids of prompt and output in the answer",
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5",
     "return_stats": "times and graph buckets in the answer",
+    "return_hidden_states": "the last token's hidden state in the answer, if the server keeps them; not streamed",
 }
 _CONVERSATION = {
     "messages": "the conversation, for the model's chat template",

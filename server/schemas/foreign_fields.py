@@ -145,7 +145,7 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("logprob_token_ids", (GENERATE,), "values in the answer", ([],), instead="use token_ids_logprob"),
     Refused("token_ids_logprob", _OPENAI, "values in the answer", ([],), instead="use logprob_token_ids"),
     Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
-    Refused("return_hidden_states return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
+    Refused("return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
             "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",
             _INFERENCE, "values in the answer", (False,)),
     Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,

@@ -6,6 +6,7 @@ Unknown sampling parameters are refused too, since a misspelt one would silently
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -68,6 +69,12 @@ def _sampling(value: Any) -> Any:
     raise ValueError("Input should be a valid dictionary")
 
 
+def _flags(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, list) and all(isinstance(one, bool) for one in value)):
+        return value
+    raise ValueError("Input should be a valid boolean, or a list with one per prompt")
+
+
 _ID = {"type": "string", "maxLength": MAX_ID_CHARS}
 _IDS = {"anyOf": [_ID, {"type": "array", "items": _ID}, {"type": "null"}]}
 
@@ -82,6 +89,8 @@ def _check_id_length(value: Any) -> Any:
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_LOGPROB_TOKEN_IDS}
 _LOGPROB_IDS = {"anyOf": [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}, {"type": "null"}]}
 LogprobIds = Annotated[InputIds, WithJsonSchema(_LOGPROB_IDS)]
+_FLAG = {"type": "boolean"}
+Flags = Annotated[Any, BeforeValidator(_flags), WithJsonSchema({"anyOf": [_FLAG, {"type": "array", "items": _FLAG}]})]
 Sampling = Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_schema())]
 
 
@@ -100,6 +109,7 @@ class GenerateBody(Wire):
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     token_ids_logprob: LogprobIds = None
     return_text_in_logprobs: bool = False
+    return_hidden_states: Flags = False
     cache_salt: Salt = None
     extra_key: Salt = None
     priority: Priority = 0
@@ -120,7 +130,7 @@ class GenerateBody(Wire):
             with naming(self.sent_names(0)):
                 shared = [self._params(given, ids) for ids in self._logprob_ids(count)]
             _drop_ignored(given)
-            return shared * (count // len(shared))
+            return self._with_hidden_states(shared * (count // len(shared)))
         if len(given) != count:
             raise RequestError(
                 f"sampling_params has {len(given)} entries for {count} prompts; provide one for all or one per prompt",
@@ -132,7 +142,23 @@ class GenerateBody(Wire):
             with naming(self.sent_names(number)):
                 params.append(self._params(each, logprob_ids[number % len(logprob_ids)]))
             _drop_ignored(each)
-        return params
+        return self._with_hidden_states(params)
+
+    def _with_hidden_states(self, params: list[SamplingParams]) -> list[SamplingParams]:
+        """Return these SamplingParams, with hidden states for the prompts that ask for them."""
+        wanted = self.return_hidden_states
+        if isinstance(wanted, bool):
+            wanted = [wanted] * len(params)
+        if len(wanted) != len(params):
+            raise RequestError(
+                f"return_hidden_states has {len(wanted)} entries for {len(params)} prompts; provide one for all or one "
+                "per prompt",
+                param="return_hidden_states",
+            )
+        return [
+            dataclasses.replace(one, return_hidden_states=True) if flag else one
+            for one, flag in zip(params, wanted, strict=True)
+        ]
 
     def sent_names(self, number: int) -> dict[str, str]:
         """Map names of the sampling parameters of prompt `number` to those that the body has, where they differ."""

@@ -285,6 +285,7 @@ class OpenAISampling(Wire):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_stats: bool | None = None
+    return_hidden_states: bool | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -307,6 +308,13 @@ class OpenAISampling(Wire):
                 raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
             echoed = overrides.get("prompt_logprobs") or 0
             overrides["prompt_logprobs"] = max(self.prompt_logprobs, echoed if self.prompt_logprobs >= 0 else -1)
+        if self.return_hidden_states:
+            if self.stream:
+                raise RequestError(
+                    "return_hidden_states is not available with stream=true here: use /generate",
+                    param="return_hidden_states",
+                )
+            given["return_hidden_states"] = True
         if self.no_stop_trim is not None:
             if self.include_stop_str_in_output not in (None, self.no_stop_trim):
                 raise RequestError(

@@ -89,6 +89,7 @@ class CompletionChoice(Answer):
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: list[float | None] | None = None
 
 
 class Completion(Answer):
@@ -165,6 +166,7 @@ class ChatChoice(Answer):
     finish_reason: ChatFinishReason
     stop_reason: StopReason
     token_ids: list[int] | None = None
+    hidden_states: list[float | None] | None = None
 
 
 class ChatCompletion(Answer):

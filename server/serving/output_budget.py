@@ -1,8 +1,10 @@
-"""A limit on the log-probabilities that all running requests of an API worker hold together."""
+"""A limit on the log-probabilities and hidden states that all running requests of an API worker hold together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from engine.client.output_queue import LOGPROB_BYTES
 from engine.protocol.outputs import OutputDelta
@@ -10,6 +12,7 @@ from engine.protocol.request import TokenLogprob
 from server.http.errors import WireError
 
 TOKEN_BYTES = 300  # of one token's log-probabilities without alternatives
+VALUE_BYTES = 16  # of one value of a hidden state, in memory and as JSON
 
 
 class Share:
@@ -22,7 +25,7 @@ class Share:
 
 
 class OutputBudget:
-    """Bytes of log-probabilities that wait for the end of their answers: `max_bytes` in all.
+    """Bytes of log-probabilities and hidden states that wait for the end of their answers: `max_bytes` in all.
 
     If more arrive, the request that holds most is aborted with 503, so that one request can't fail the others.
     """
@@ -33,8 +36,11 @@ class OutputBudget:
         self._shares: set[Share] = set()
 
     def add(self, share: Share, deltas: Iterable[OutputDelta]) -> None:
-        """Count the log-probabilities of deltas. Raises WireError 503 if this request has to give way."""
-        count = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)
+        """Count what deltas hold. Raises WireError 503 if this request has to give way."""
+        count = sum(
+            size_of(delta.logprobs) + size_of(delta.prompt_logprobs) + size_of_values(delta.hidden_states)
+            for delta in deltas
+        )
         if count:
             share.held += count
             self.used += count
@@ -53,8 +59,8 @@ class OutputBudget:
     def _drop(self, share: Share) -> None:
         self.release(share)
         share.error = WireError(
-            503, f"the log-probabilities of all running requests reached the limit of {self.max_bytes} bytes "
-            "(--max-total-logprob-bytes), and this request has most of them: ask for fewer, or for fewer prompts",
+            503, f"the log-probabilities and hidden states of all running requests reached {self.max_bytes} bytes, the "
+            "limit (--max-total-logprob-bytes), and this request has most of them: ask for fewer, or for fewer prompts",
             type="service_unavailable_error", code="too_many_logprobs",
         )  # fmt: skip
         share.abort()
@@ -63,3 +69,8 @@ class OutputBudget:
 def size_of(logprobs: Iterable[TokenLogprob | None] | None) -> int:
     """Return an estimate of the bytes of log-probabilities in memory."""
     return sum(TOKEN_BYTES + LOGPROB_BYTES * one.num_alternatives for one in logprobs or () if one is not None)
+
+
+def size_of_values(hidden_states: np.ndarray | None) -> int:
+    """Return an estimate of the bytes of hidden states, which grow when they are written as JSON."""
+    return 0 if hidden_states is None else VALUE_BYTES * hidden_states.size

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Gauges of an API worker: its sequences in flight; its requests without a complete response; 1 once it can serve.
 IN_FLIGHT, UNANSWERED, STARTED = "in_flight", "unanswered", "started"
 INLINE_LOGPROB_BYTES = 256 * 1024  # of an answer that is written on the event loop, in some milliseconds
+ARRAY_BYTES = INLINE_LOGPROB_BYTES + 1  # of an answer with hidden states: a thread writes it, whatever their number
 YIELD_CHARS = 8192  # of prompts between two turns of other tasks: tokenizing them takes some milliseconds
 
 
@@ -412,13 +413,14 @@ class Service:
         task.add_done_callback(self._aborts.discard)
 
     async def write(self, jobs: list[Job], build: Callable[[Callable[[Any], Any]], Any]) -> Any:
-        """Return the JSON answer that `build` returns; Encoded by a thread if it has many log-probabilities.
+        """Return the JSON answer that `build` returns; Encoded by a thread if it is large, or has hidden states.
 
         `build(part)` passes each choice to `part`, which may encode it, so that not all are in memory as objects.
         """
         outputs = [job.output for job in jobs]
         size = sum(size_of(one.prompt_logprobs) for one in outputs)
-        size += sum(size_of(choice.logprobs) for one in outputs for choice in one.outputs)
+        choices = [choice for one in outputs for choice in one.outputs]
+        size += sum(size_of(choice.logprobs) + ARRAY_BYTES * bool(choice.hidden_state_parts) for choice in choices)
         if size <= INLINE_LOGPROB_BYTES:
             return build(lambda value: value)
         return await self.tokens.in_thread(lambda: encoded(build(encoded)))

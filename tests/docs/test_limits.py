@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from engine.client import output_queue
 from engine.config import EngineConfig
+from engine.core import loop
 from engine.protocol import sampling_params as sampling
 from engine.protocol import structured_outputs as grammars
 from server.cli.settings import NOT_OFFERED
@@ -48,6 +49,7 @@ VALUES = {
     "tools": (tools.MAX_TOOLS,),
     "n and best_of": (sampling.MAX_N,),
     "logprobs, top_logprobs, prompt_logprobs": (sampling.MAX_LOGPROBS,),
+    "hidden states of a request": (loop.MAX_HIDDEN_VALUES,),
     "stop": (sampling.MAX_STOP_STRINGS, sampling.MAX_STOP_CHARS),
     "stop_token_ids": (sampling.MAX_STOP_TOKEN_IDS,),
     "logit_bias": (sampling.MAX_BIASED_TOKENS,),

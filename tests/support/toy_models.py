@@ -129,8 +129,11 @@ class ToyModel(Model, nn.Module):
     def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
         return self.layers[index](hidden, context)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.final_norm(hidden))
 
     def weight_slots(self) -> dict[str, Slot]:
         slots: dict[str, Slot] = {**self.embedding.slots("embed"), **self.norm.slots("norm")}

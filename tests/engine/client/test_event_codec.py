@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, T
 ODD = {
     "token_ids": [1, 2], "logprobs": [TokenLogprob(1, -1.0, 1)], "prompt_logprobs": [None], "finish_reason": "length",
     "stop_reason": 7, "error": "it failed", "refusal": EngineError("no"), "cached_tokens": 16, "queue_time": 0.0,
-    "grammar_ended": True,
+    "grammar_ended": True, "hidden_states": np.ones((1, 1), np.float32),
 }  # fmt: skip
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from engine.client.async_client import make_client
-from engine.client.output_queue import merge_deltas
+from engine.client.output_queue import UNREAD_BYTES, OutputQueue, merge_deltas
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import SamplingParams, TokenLogprob
 
@@ -32,6 +33,19 @@ def test_merged_delta_keeps_the_first_metadata_and_the_last_finish_reason():
     assert [found.token_id for found in merged.logprobs] == [1, 2, 3]
     assert (merged.queue_time, merged.cached_tokens, merged.prompt_logprobs) == (0.5, 16, [None])
     assert (merged.finish_reason, merged.stop_reason, merged.abort) == ("stop", "z", True)
+
+
+def test_merged_hidden_states_are_in_order():
+    rows = [np.full((count, 2), float(count), np.float32) for count in (1, 2)]
+    [merged] = merge_deltas([delta("a", 1), delta("b", 2, hidden_states=rows[0]), delta("c", 3, hidden_states=rows[1])])
+    assert merged.hidden_states.tolist() == [[1, 1], [2, 2], [2, 2]]
+
+
+def test_unread_hidden_states_of_a_prompt_are_no_sign_of_a_slow_reader():
+    queue, rows = OutputQueue(), np.zeros((UNREAD_BYTES // 4, 1), np.float32)
+    assert queue.add(delta("a", 1, hidden_states=np.concatenate([rows, rows]), queue_time=0.5))
+    assert queue.add(delta("b", 2, hidden_states=rows[: len(rows) // 2]))
+    assert not queue.add(delta("c", 3, hidden_states=rows))
 
 
 def test_deltas_of_different_sequences_are_merged_separately():

@@ -69,6 +69,34 @@ def test_gpu_fused_log_probabilities_match_float32(model):
     assert fused < 1.5 * plain + 1e-3 and fused < 0.05
 
 
+def test_gpu_hidden_states_are_those_that_the_head_reads(model):
+    """Of the first answer's tokens, which decode steps computed, and of a prompt of the same tokens."""
+    wanted = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, return_hidden_states=True)
+    found = {}
+    for name, options in {
+        "block": {}, "layer": {"inference_cuda_graph_scope": "layer"}, "eager": {"cuda_graph_impl": "none"},
+        "torch": {"kernels": "torch"}, "float32": {"dtype": "float32"},
+    }.items():  # fmt: skip
+        settings = SETTINGS | {"dtype": "bfloat16", "enable_return_hidden_states": True} | options
+        with Engine(EngineConfig(model=model, **settings)) as engine:
+            decoded = engine.generate(prompt_token_ids=prompts()[2:8], sampling_params=wanted)
+            again = engine.generate(
+                prompt_token_ids=[[*one.prompt_token_ids, *one.token_ids][:-1] for one in decoded],
+                sampling_params=SamplingParams(max_tokens=0, return_hidden_states=True),
+            )
+            found[name] = [one.hidden_states for one in decoded]
+            for one, other in zip(decoded, again, strict=True):
+                assert one.hidden_states.shape == other.hidden_states.shape
+                error = abs(one.hidden_states - other.hidden_states).mean() / abs(other.hidden_states).mean()
+                assert error < (1e-4 if name == "float32" else 0.05), name
+    for name in ("layer", "eager"):
+        assert all((one == other).all() for one, other in zip(found["block"], found[name], strict=True)), name
+    for index, prompt in enumerate(prompts()[2:8]):
+        exact = found["float32"][index][: len(prompt)]
+        for name in ("block", "torch"):
+            assert abs(found[name][index][: len(prompt)] - exact).mean() / abs(exact).mean() < 0.1, name
+
+
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "kernels": "torch"}, {"dtype": "float32"}]
 )
