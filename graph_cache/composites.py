@@ -34,7 +34,6 @@ class DecomposingMode(TorchDispatchMode):
         super().__init__()
         self._outer_keys: tuple[Any, Any] | None = None  # of the composite operation that is running
         self._keys = _current_keys()
-        self.ran_fused = False  # whether an operation of FUSED ran
 
     def __enter__(self) -> Self:
         if self._outer_keys is None:
@@ -56,7 +55,6 @@ class DecomposingMode(TorchDispatchMode):
     def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not composite."""
         if func._schema.name in FUSED:
-            self.ran_fused = True
             with torch._C._ForceDispatchKeyGuard(*self._calling_keys()):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

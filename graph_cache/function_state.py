@@ -128,8 +128,6 @@ class FunctionState:
                 kept = keeps and bool(found or iterators)  # another run would advance them again
                 reasons += outside_reads(self._ran) + refused_compiled_code(self._ran, self._device)
                 reasons += audit.refused_host_memory(self._device)
-                if reads.enters_autocast and audit.ran_fused:
-                    reasons.append("runs a fused attention in an autocast region of its own, which casts inside it")
                 versions.exclude(state.changed, made=False)
                 versions.add(namespaces, self._ran)
         finally:

@@ -53,7 +53,6 @@ GLOBAL_HOOKS = [
     torch_hooks._global_backward_hooks,
     torch_hooks._global_backward_pre_hooks,
 ]
-_ENTER_AUTOCAST = torch.autocast.__enter__.__code__
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_TORCH, _STANDARD)
@@ -96,7 +95,6 @@ class Reads:
 
     Attributes:
         modules: The modules, by id.
-        enters_autocast: Whether the code entered an autocast region.
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
         compiled: Modules of the functions that torch.compile has compiled and the code called.
         made: Addresses of the storages of these functions' results.
@@ -108,7 +106,6 @@ class Reads:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._given = frozenset(names)
         self.modules: dict[int, nn.Module] = {}
-        self.enters_autocast = False
         self.outside: set[str] = set()
         self.compiled: set[str] = set()
         self.made: dict[int, StorageWeakRef] = {}  # weak references keep the addresses from being reused
@@ -202,8 +199,6 @@ class Reads:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, nn.Module):
                 self.modules[id(first)] = first
-            elif code is _ENTER_AUTOCAST and isinstance(first, torch.autocast):
-                self.enters_autocast |= bool(vars(first).get("_enabled"))
 
     def _observe_results(self, results: Any) -> None:
         for leaf in tree_leaves(results):

@@ -88,10 +88,11 @@ class ParameterAliases:
             weight is not None and reference is not None and found is not weight
             for weight, reference, found in zip(registered, references, referenced, strict=True)
         )
-        current = registered if is_outdated else [self._alias_of(weight) for weight in weights]
-        targets = registered if is_outdated else referenced
+        current = [self._alias_of(weight) for weight in weights]
+        if is_outdated:
+            current = referenced = registered
         module._flat_weights[:] = current
-        module._flat_weight_refs[:] = [None if target is None else weakref.ref(target) for target in targets]
+        module._flat_weight_refs[:] = [None if target is None else weakref.ref(target) for target in referenced]
 
     def _alias_of(self, value: Any) -> Any:
         return self._aliases.get(id(value), value)

@@ -235,6 +235,27 @@ def test_an_observed_run_of_a_composite_operation_is_in_its_autocast_region(pool
     assert torch.equal(run(x=x), expected)
 
 
+@pytest.mark.parametrize("layer", ["attention", "encoder"])
+def test_a_fused_attention_in_an_autocast_region_of_the_function_equals_eager(pool, device, layer):
+    torch.manual_seed(0)
+    made = (
+        nn.MultiheadAttention(8, 2, batch_first=True) if layer == "attention" else nn.TransformerEncoderLayer(8, 2, 16)
+    )
+    model = made.to(device).eval()
+
+    def fn(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model(x, x, x, need_weights=False)[0] if layer == "attention" else model(x)
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", fn, {"x": BufferSpec(("batch", 3, 8), torch.float32)}, buckets=(2,), watch=model)
+    for _ in range(4):
+        x = torch.randn(2, 3, 8, device=device)
+        with torch.inference_mode():
+            assert torch.equal(run(x=x), fn(x))
+    assert cache.stats.replays or cache.stats.failed_captures
+
+
 @pytest.mark.parametrize("kind", ["negated", "plain"])
 def test_a_refused_function_computes_on_lazy_inputs_as_eager_does(pool, device, kind):
     """A kernel may round differently on a negated copy than on a tensor that is negated lazily."""
