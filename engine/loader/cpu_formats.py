@@ -5,6 +5,8 @@ Accesses models only through `linears` and `weight_slots`.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
@@ -130,20 +132,40 @@ def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
 
 
 def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
-    """Replace and fill every projection whose parts are all Q4_1; return the names of the loaded weights."""
+    """Replace and fill every projection whose parts are all Q4_1; return the names of the loaded weights.
+
+    Each thread converts projections of its own. Threads that share the many small operations of a conversion wait for
+    each other after each one: beside another busy process, 12 s instead of 0.6 s for 135M parameters.
+    """
     keep = _dense_copies_fit(model)
     prefixes = {id(owner): prefix for prefix, owner in _projection_prefixes(model)}
-    loaded: set[str] = set()
-    for _, parent, attribute in model.linears():
-        old: Linear = getattr(parent, attribute)
-        names = [f"{prefixes[id(parent)]}.{part}.weight" for part in old.parts]
-        if all(map(source.is_q4_1, names)) and fits_int4(old.outputs, old.inputs):
-            new = _empty_int4(old, keep)
-            codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
-            new.load_codes(codes, scale, low + 8 * scale)
-            setattr(parent, attribute, new)
-            loaded |= set(names)
-    return loaded
+    found = [
+        (parent, attribute, names)
+        for _, parent, attribute in model.linears()
+        if all(map(source.is_q4_1, names := _part_names(getattr(parent, attribute), prefixes[id(parent)])))
+        and fits_int4(getattr(parent, attribute).outputs, getattr(parent, attribute).inputs)
+    ]
+
+    def convert(projection: tuple[nn.Module, str, list[str]]) -> Int4Linear:
+        parent, attribute, names = projection
+        new = _empty_int4(getattr(parent, attribute), keep)
+        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
+        new.load_codes(codes, scale, low + 8 * scale)
+        return new
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of each operation
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for (parent, attribute, _), new in zip(found, pool.map(convert, found), strict=True):
+                setattr(parent, attribute, new)
+    finally:
+        torch.set_num_threads(threads)
+    return {name for _, _, names in found for name in names}
+
+
+def _part_names(linear: Linear, prefix: str) -> list[str]:
+    return [f"{prefix}.{part}.weight" for part in linear.parts]
 
 
 def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:
