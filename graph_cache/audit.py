@@ -88,9 +88,10 @@ class StorageAudit(DecomposingMode):
         for tensor in written_tensors(func, args, kwargs):
             self._observe_write(tensor)
         result = self.run(func, args, kwargs)
+        given = set(map(id, inputs))  # operations in place, and those with `out`, return an argument
         for tensor in tree_leaves(result):
             storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            if storage is None or storage._cdata in self._made:
+            if storage is None or storage._cdata in self._made or id(tensor) in given:
                 continue
             if storage._cdata in self.outside:
                 self._views[id(tensor)] = weakref.ref(tensor)

@@ -397,13 +397,9 @@ def is_hidden(value: Any) -> bool:
     )
 
 
+@functools.cache
 def is_of_a_compiler(variable: ContextVar[Any]) -> bool:
     """Return whether this is a global or a setting of a compiler, which no result depends on."""
-    return variable.name.startswith("torch.") or _is_global_of_a_compiler(variable)
-
-
-@functools.cache
-def _is_global_of_a_compiler(variable: ContextVar[Any]) -> bool:
     return any(
         value is variable
         for name, module in list(sys.modules.items())

@@ -94,7 +94,9 @@ def _context_variables() -> dict[contextvars.ContextVar[Any], Any]:
     return {
         variable: value
         for variable, value in contextvars.copy_context().items()
-        if variable.name not in IGNORED_VARIABLES and not is_of_a_compiler(variable)
+        if variable.name not in IGNORED_VARIABLES
+        and not variable.name.startswith("torch.")  # settings of PyTorch; what code reads by name is watched elsewhere
+        and not is_of_a_compiler(variable)
     }
 
 

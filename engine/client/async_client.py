@@ -11,10 +11,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
 
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.client.counters import totals_after_exit
@@ -96,6 +98,7 @@ class Client(Protocol):
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
+        on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
         first_index: int = 0,
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
@@ -213,16 +216,17 @@ class EngineClient:
         params: SamplingParams,
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
+        on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
         first_index: int = 0,
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
         iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
-        even if the caller does not read. `first_index` is the number of sequences before these in the same request of
-        a client with several prompts. Raises RequestError for an invalid request, EngineDead if the engine ends,
-        ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence
-        fails.
+        and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `first_index` is the
+        number of sequences before these in the same request of a client with several prompts. Raises RequestError for
+        an invalid request, EngineDead if the engine ends, ReaderTooSlow if unread output exceeds the limit of
+        `engine.client.output_queue`, EngineError if a sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -231,7 +235,7 @@ class EngineClient:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
         # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
         children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = OutputQueue(len(children), on_end)
+        queue = self._queues[request_id] = OutputQueue(len(children), on_end, on_hidden_states)
         open_children = {child.request_id for child in children}
         try:
             for child in children:

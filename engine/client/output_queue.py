@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from engine.errors import EngineError
 from engine.protocol.outputs import OutputDelta
 
@@ -18,12 +20,19 @@ class OutputQueue:
     """Outputs that wait for a request's single reader, which takes all of them at once.
 
     `sequences` is the number of the request's sequences. `on_end(count)` is called when the engine has finished `count`
-    of them, read or not; the counts add up to `sequences` at most.
+    of them, read or not; the counts add up to `sequences` at most. `on_hidden_states(parts)` is called for hidden
+    states that arrive, which don't count as unread output here.
     """
 
-    __slots__ = ("_items", "_limit", "_on_end", "_running", "_unread_bytes", "_waiter")
+    __slots__ = ("_items", "_limit", "_on_end", "_on_hidden_states", "_running", "_unread_bytes", "_waiter")
 
-    def __init__(self, sequences: int = 1, on_end: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        sequences: int = 1,
+        on_end: Callable[[int], None] | None = None,
+        on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
+    ) -> None:
+        self._on_hidden_states = on_hidden_states
         self._items: list[OutputDelta | EngineError] = []
         self._waiter: asyncio.Future[None] | None = None
         self._running, self._on_end = sequences, on_end
@@ -34,8 +43,8 @@ class OutputQueue:
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
             self._unread_bytes += LOGPROB_BYTES * sum(one.num_alternatives for one in delta.logprobs)
-        if delta.hidden_states is not None and delta.queue_time is None:  # the prompt's come at once
-            self._unread_bytes += delta.hidden_states.nbytes
+        if delta.hidden_state_parts and self._on_hidden_states is not None:
+            self._on_hidden_states(delta.hidden_state_parts)
         self.put(delta)
         if delta.finish_reason is not None:
             self.end(1)

@@ -55,7 +55,6 @@ IDLE_SECONDS = 0.05
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
 MAX_CONSECUTIVE_FAILURES = 3
-MAX_HIDDEN_VALUES = 2**24  # of the hidden states of one request: 64 MiB
 COMPILE_SECONDS = 0.01  # to wait for a grammar before commands are received again, if there is nothing else to do
 
 
@@ -133,30 +132,9 @@ class EngineLoop:
     def _add(self, request: EngineRequest) -> None:
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         self.runner.sampling.check(request.params)
-        self._check_hidden_states(request)
+        request.params.check_hidden_states(self.info.hidden_state_size)
         if not request.params.is_constrained or self.constraints.begin(request):
             self._schedule(request)
-
-    def _check_hidden_states(self, request: EngineRequest) -> None:
-        """Raise RequestError if hidden states that a request asks for are not kept, or may be too many."""
-        if not request.params.return_hidden_states:
-            return
-        config, width = self.runner.config, self.runner.model.config.hidden_size
-        if not config.enable_return_hidden_states:
-            raise RequestError(
-                "return_hidden_states: this engine keeps no hidden states; start it with enable_return_hidden_states "
-                "(--enable-return-hidden-states)",
-                param="return_hidden_states",
-            )
-        tokens = config.max_model_len
-        if request.params.max_tokens is not None:
-            tokens = min(tokens, len(request.prompt_token_ids) + request.params.max_tokens)
-        if tokens * width > MAX_HIDDEN_VALUES:
-            raise RequestError(
-                f"return_hidden_states: {tokens} tokens of {width} values are more than {MAX_HIDDEN_VALUES}, the limit "
-                f"of a request: shorten the prompt or max_tokens to {MAX_HIDDEN_VALUES // width} tokens in all",
-                param="return_hidden_states",
-            )
 
     def _schedule(self, request: EngineRequest) -> None:
         try:

@@ -30,6 +30,7 @@ class ModelInfo:
     graph_buckets: tuple[int, ...]
     input_modalities: tuple[str, ...] = ("text",)  # of messages
     page_size: int  # tokens per KV cache page
+    hidden_state_size: int = 0  # values of a hidden state; 0: requests can't ask for them
     num_pages: int  # of the KV cache
     max_num_batched_tokens: int
 

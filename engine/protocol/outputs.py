@@ -24,7 +24,7 @@ class OutputDelta:
     token_ids: list[int] = field(default_factory=list)  # new tokens
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta only
-    hidden_states: np.ndarray | None = None  # float32 [n, h], of the tokens computed since the last delta
+    hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # see CompletionOutput
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string
     error: str | None = None
@@ -45,9 +45,7 @@ class OutputDelta:
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
-        if later.hidden_states is not None:
-            parts = [one for one in (self.hidden_states, later.hidden_states) if one is not None]
-            self.hidden_states = np.concatenate(parts)
+        self.hidden_state_parts += later.hidden_state_parts
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.abort = later.abort
         return True
@@ -61,7 +59,7 @@ class CompletionOutput:
     text: str = ""  # the text of token_ids, without the stop string or stop token
     token_ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     logprobs: list[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
-    hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # of `hidden_states`, as they arrived
+    hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # float32 [n, h], in order of the tokens
     finish_reason: FinishReason | None = None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # the message, if finish_reason is error
@@ -73,8 +71,7 @@ class CompletionOutput:
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-        if delta.hidden_states is not None:
-            self.hidden_state_parts.append(delta.hidden_states)
+        self.hidden_state_parts += delta.hidden_state_parts
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
         self.weight_version = delta.weight_version or self.weight_version

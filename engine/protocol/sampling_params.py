@@ -171,6 +171,15 @@ class SamplingParams(NamesFields):
                         param=name,
                     )
 
+    def check_hidden_states(self, size: int) -> None:
+        """Raise RequestError if hidden states are asked for and `size` is 0: the engine keeps none."""
+        if self.return_hidden_states and not size:
+            raise RequestError(
+                "return_hidden_states: this engine keeps no hidden states; start it with enable_return_hidden_states "
+                "(--enable-return-hidden-states)",
+                param="return_hidden_states",
+            )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from decoded JSON.

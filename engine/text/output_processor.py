@@ -113,7 +113,7 @@ class OutputProcessor:
             token_ids=event.token_ids[:count],
             logprobs=event.logprobs[:count] if event.logprobs is not None else None,
             prompt_logprobs=event.prompt_logprobs,
-            hidden_states=event.hidden_states,
+            hidden_state_parts=[] if event.hidden_states is None else [event.hidden_states],
             finish_reason=finish_reason,
             stop_reason=event.stop_reason if stop is None else stop,
             error=event.error if stop is None else None,

@@ -69,6 +69,7 @@ class Worker:
             page_size=config.page_size,
             num_pages=config.num_pages,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
         )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0

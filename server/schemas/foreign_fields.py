@@ -145,6 +145,8 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("logprob_token_ids", (GENERATE,), "values in the answer", ([],), instead="use token_ids_logprob"),
     Refused("token_ids_logprob", _OPENAI, "values in the answer", ([],), instead="use logprob_token_ids"),
     Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
+    Refused("return_hidden_states", (SAMPLING,), "values in the answer", (False,),
+            instead="give it beside sampling_params"),
     Refused("return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
             "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",
             _INFERENCE, "values in the answer", (False,)),

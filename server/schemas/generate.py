@@ -70,6 +70,8 @@ def _sampling(value: Any) -> Any:
 
 
 def _flags(value: Any) -> Any:
+    if value is None:
+        return False
     if isinstance(value, bool) or (isinstance(value, list) and all(isinstance(one, bool) for one in value)):
         return value
     raise ValueError("Input should be a valid boolean, or a list with one per prompt")

@@ -12,7 +12,7 @@ from engine.protocol.request import TokenLogprob
 from server.http.errors import WireError
 
 TOKEN_BYTES = 300  # of one token's log-probabilities without alternatives
-VALUE_BYTES = 16  # of one value of a hidden state, in memory and as JSON
+VALUE_BYTES = 44  # of one value of a hidden state, in memory and while it is written as JSON; measured
 
 
 class Share:
@@ -36,19 +36,22 @@ class OutputBudget:
         self._shares: set[Share] = set()
 
     def add(self, share: Share, deltas: Iterable[OutputDelta]) -> None:
-        """Count what deltas hold. Raises WireError 503 if this request has to give way."""
-        count = sum(
-            size_of(delta.logprobs) + size_of(delta.prompt_logprobs) + size_of_values(delta.hidden_states)
-            for delta in deltas
-        )
+        """Count the log-probabilities of deltas. Raises WireError 503 if this request has to give way."""
+        self._hold(share, sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas))
+        if share.error is not None:
+            raise share.error
+
+    def add_hidden_states(self, share: Share, parts: Iterable[np.ndarray]) -> None:
+        """Count hidden states, also those that nobody has read yet. If the request has to give way, `add` raises."""
+        self._hold(share, VALUE_BYTES * sum(part.size for part in parts))
+
+    def _hold(self, share: Share, count: int) -> None:
         if count:
             share.held += count
             self.used += count
             self._shares.add(share)
         while self.used > self.max_bytes and self._shares:
             self._drop(max(self._shares, key=lambda one: one.held))
-        if share.error is not None:
-            raise share.error
 
     def release(self, share: Share) -> None:
         """Stop counting what a request holds. A second call does nothing."""
@@ -69,8 +72,3 @@ class OutputBudget:
 def size_of(logprobs: Iterable[TokenLogprob | None] | None) -> int:
     """Return an estimate of the bytes of log-probabilities in memory."""
     return sum(TOKEN_BYTES + LOGPROB_BYTES * one.num_alternatives for one in logprobs or () if one is not None)
-
-
-def size_of_values(hidden_states: np.ndarray | None) -> int:
-    """Return an estimate of the bytes of hidden states, which grow when they are written as JSON."""
-    return 0 if hidden_states is None else VALUE_BYTES * hidden_states.size

@@ -11,9 +11,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, RequestError
+from engine.protocol.messages import ModelInfo
 from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
 from engine.text.parsing.tool_use import ToolUse
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 IN_FLIGHT, UNANSWERED, STARTED = "in_flight", "unanswered", "started"
 INLINE_LOGPROB_BYTES = 256 * 1024  # of an answer that is written on the event loop, in some milliseconds
 ARRAY_BYTES = INLINE_LOGPROB_BYTES + 1  # of an answer with hidden states: a thread writes it, whatever their number
+MAX_HIDDEN_VALUES = 2**22  # of the hidden states of a prompt's sequences: 16 MiB
 YIELD_CHARS = 8192  # of prompts between two turns of other tasks: tokenizing them takes some milliseconds
 
 
@@ -89,6 +92,21 @@ class Reservation:
     def _abort(self) -> None:
         for engine_id in self.engine_ids:
             self._service.abort_soon(engine_id)
+
+
+def _check_hidden_values(prompt_tokens: int, params: SamplingParams, info: ModelInfo) -> None:
+    """Raise RequestError if the sequences of a request may have more than MAX_HIDDEN_VALUES in all."""
+    tokens = info.max_model_len - 1
+    if params.max_tokens is not None:
+        tokens = min(tokens, prompt_tokens + max(0, params.max_tokens - 1))
+    if params.n * tokens * info.hidden_state_size > MAX_HIDDEN_VALUES:
+        most = MAX_HIDDEN_VALUES // (params.n * info.hidden_state_size)
+        raise RequestError(
+            f"return_hidden_states: {params.n} sequences of {tokens} vectors of {info.hidden_state_size} values are "
+            f"more than {MAX_HIDDEN_VALUES} values, the limit of a prompt: shorten it, lower max_tokens or lower n, "
+            f"to {most} vectors of a sequence",
+            param="return_hidden_states",
+        )
 
 
 class Service:
@@ -363,6 +381,9 @@ class Service:
                 "tokens: shorten the prompt or ask for fewer",
                 param=param if len(ids) >= info.max_model_len else "max_tokens",
             )
+        params.check_hidden_states(info.hidden_state_size)
+        if params.return_hidden_states:
+            _check_hidden_values(len(ids), params, info)
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
         return Job(public_id=public_id, output=output, params=params, priority=priority)
 
@@ -386,6 +407,7 @@ class Service:
             params=job.params,
             priority=job.priority,
             on_end=reservation.release,
+            on_hidden_states=partial(self.outputs.add_hidden_states, reservation.logprobs),
             first_index=first_index,
         )
         reservation.engine_ids.add(engine_id)

@@ -316,3 +316,32 @@ def test_a_trained_view_from_before_the_call_gets_its_gradient(pool, device):
     stats = CacheStats()
     assert_same(job(lambda step: iteration_of(pool, stats, step)), job(lambda step: step))
     assert sum(stats.replays.values()) >= 3
+
+
+WRITES = {
+    "clamp_": lambda delta: delta.clamp_(-0.1, 0.1),
+    "fill_": lambda delta: delta.fill_(0.5),
+    "out": lambda delta: torch.mul(delta, 0.5, out=delta),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_tensor_that_is_written_in_the_step_and_then_trained_gets_its_gradient(pool, device, name):
+    """As in adversarial training: the write returns the tensor itself, which is no view made in the run."""
+
+    def job(make):
+        delta, log = torch.full((WIDTH,), 0.3, device=device), []
+
+        def step(x):
+            WRITES[name](delta.requires_grad_(False))
+            (x + delta.requires_grad_()).pow(2).sum().backward()
+
+        run = make(step)
+        for x, _ in batches(8, device):
+            run(x)
+            log.append([delta.grad.clone()])
+            delta.grad = None
+        return log
+
+    stats = CacheStats()
+    assert_same(job(lambda step: iteration_of(pool, stats, step)), job(lambda step: step))

@@ -247,3 +247,15 @@ def test_a_context_variable_of_a_compiler_may_change_in_a_call(pool, device, api
             out.sum().backward()
         layer.zero_grad()
     assert sum(stats.replays.values()) >= 2 and not stats.failed_captures
+
+
+def test_a_context_variable_with_a_name_like_pytorchs_is_watched(pool, device):
+    scale = contextvars.ContextVar("torch.scale", default=1.0)
+    weight, stats = torch.ones(WIDTH, device=device, requires_grad=True), CacheStats()
+    run = iteration_of(pool, stats, lambda x: (x * weight * scale.get()).sum().backward())
+    x = torch.ones(2, WIDTH, device=device)
+    for value in range(1, 9):
+        scale.set(float(value))
+        run(x)
+        assert weight.grad.tolist() == [2.0 * value] * WIDTH
+        weight.grad = None

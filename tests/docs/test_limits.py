@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from engine.client import output_queue
 from engine.config import EngineConfig
-from engine.core import loop
 from engine.protocol import sampling_params as sampling
 from engine.protocol import structured_outputs as grammars
 from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
 from server.http import connections
 from server.schemas import requests, tools
+from server.serving import service
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/operations.md").read_text("utf-8")
 SECTION = PAGE.partition("\n## Limits\n")[2].partition("\n## ")[0]
@@ -49,7 +49,7 @@ VALUES = {
     "tools": (tools.MAX_TOOLS,),
     "n and best_of": (sampling.MAX_N,),
     "logprobs, top_logprobs, prompt_logprobs": (sampling.MAX_LOGPROBS,),
-    "hidden states of a request": (loop.MAX_HIDDEN_VALUES,),
+    "hidden states of a prompt": (service.MAX_HIDDEN_VALUES,),
     "stop": (sampling.MAX_STOP_STRINGS, sampling.MAX_STOP_CHARS),
     "stop_token_ids": (sampling.MAX_STOP_TOKEN_IDS,),
     "logit_bias": (sampling.MAX_BIASED_TOKENS,),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.client.async_client import make_client
-from engine.client.output_queue import UNREAD_BYTES, OutputQueue, merge_deltas
+from engine.client.output_queue import OutputQueue, merge_deltas
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import SamplingParams, TokenLogprob
 
@@ -35,17 +35,14 @@ def test_merged_delta_keeps_the_first_metadata_and_the_last_finish_reason():
     assert (merged.finish_reason, merged.stop_reason, merged.abort) == ("stop", "z", True)
 
 
-def test_merged_hidden_states_are_in_order():
+def test_hidden_states_are_merged_in_order_and_reported_as_they_arrive():
     rows = [np.full((count, 2), float(count), np.float32) for count in (1, 2)]
-    [merged] = merge_deltas([delta("a", 1), delta("b", 2, hidden_states=rows[0]), delta("c", 3, hidden_states=rows[1])])
-    assert merged.hidden_states.tolist() == [[1, 1], [2, 2], [2, 2]]
-
-
-def test_unread_hidden_states_of_a_prompt_are_no_sign_of_a_slow_reader():
-    queue, rows = OutputQueue(), np.zeros((UNREAD_BYTES // 4, 1), np.float32)
-    assert queue.add(delta("a", 1, hidden_states=np.concatenate([rows, rows]), queue_time=0.5))
-    assert queue.add(delta("b", 2, hidden_states=rows[: len(rows) // 2]))
-    assert not queue.add(delta("c", 3, hidden_states=rows))
+    deltas = [delta("a", 1), delta("b", 2, hidden_state_parts=rows[:1]), delta("c", 3, hidden_state_parts=rows[1:])]
+    seen = []
+    queue = OutputQueue(on_hidden_states=seen.extend)
+    assert all(queue.add(one) for one in deltas) and seen == rows
+    [merged] = merge_deltas(deltas)
+    assert np.concatenate(merged.hidden_state_parts).tolist() == [[1, 1], [2, 2], [2, 2]]
 
 
 def test_deltas_of_different_sequences_are_merged_separately():

@@ -87,19 +87,41 @@ def test_an_answer_of_megabytes_does_not_stall_others(server, stream):
     ],
 )
 def test_a_wrong_value_names_the_field(server, wanted, said):
+    assert "hidden_states" not in server.answer("/generate", body(return_hidden_states=None))["meta_info"]
     response = server.post("/generate", body(return_hidden_states=wanted))
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == "return_hidden_states" and said in error["message"]
 
 
-def test_a_server_that_keeps_none_refuses_them(start_server):
+@pytest.mark.parametrize(
+    "options", [{}, {"text": ["red", PROMPT], "return_hidden_states": [False, True], "stream": True}]
+)
+def test_a_server_that_keeps_none_refuses_them(start_server, options):
     server = start_server()
-    response = server.post("/generate", body())
+    response = server.post("/generate", body(**options))
     error = response.json()["error"]
     assert response.status_code == 400 and error["param"] == "return_hidden_states"
     assert "--enable-return-hidden-states" in error["message"]
     assert "hidden_states" not in server.answer("/generate", body(return_hidden_states=False))["meta_info"]
+
+
+def test_too_many_values_are_refused(server):
+    asked = {"sampling_params": SAMPLING | {"max_new_tokens": 4000, "n": 17}}
+    error = server.post("/generate", body(**asked)).json()["error"]
+    assert error["param"] == "return_hidden_states" and "17 sequences of" in error["message"]
+    within = {"sampling_params": SAMPLING | {"return_hidden_states": True}}
+    error = server.post("/generate", body(**within)).json()["error"]
+    assert "give it beside sampling_params" in error["message"]
+
+
+def test_what_nobody_reads_counts_too(start_server):
+    """Prompts of further sequences arrive while the first event is being written."""
+    server = start_server(enable_return_hidden_states=True, max_total_logprob_bytes=2_000_000, max_model_len=4096)
+    asked = {"sampling_params": SAMPLING | {"n": 8, "max_new_tokens": 1}, "stream": True}
+    response = server.post("/generate", body("red fox " * 100, **asked))
+    assert "hidden states of all running requests" in response.text
+    assert server.service.outputs.used == 0
 
 
 def test_the_request_with_most_hidden_states_gives_way(start_server):
