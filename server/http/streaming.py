@@ -19,6 +19,7 @@ T = TypeVar("T")
 WriteEvent = Callable[[Any], str]  # `event` or `large_event`
 
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 2**20  # of a body that are given to the connection at once
 
 
 def named_event(name: str, payload: Any) -> str:
@@ -77,9 +78,9 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 if first is not None:
-                    await send({"type": "http.response.body", "body": first, "more_body": True})
+                    await _send_pieces(send, first)
                 async for chunk in events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await _send_pieces(send, chunk)
             except OSError:  # the connection broke during a send
                 return
             except Exception as exc:
@@ -105,9 +106,21 @@ class JSONAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await until_disconnect(Request(scope, receive), self._work())
         if isinstance(content, Encoded):
-            await Response(content.text, media_type=self.media_type)(scope, receive, send)
+            await self._send_text(content.text, send)
         else:
             await JSONResponse(content)(scope, receive, send)
+
+    async def _send_text(self, text: bytes, send: Send) -> None:
+        headers = [*self.raw_headers, (b"content-length", str(len(text)).encode())]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await _send_pieces(send, text)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_pieces(send: Send, text: bytes) -> None:
+    """Send a part of a body. The connection copies each piece, and waits while the client has not read enough."""
+    for start in range(0, len(text), PIECE_BYTES):
+        await send({"type": "http.response.body", "body": text[start : start + PIECE_BYTES], "more_body": True})
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
