@@ -92,29 +92,35 @@ class EventStream(Response):
 class JSONAnswer(Response):
     """A JSON response that computes its content when it is sent, so that the endpoint returns at once.
 
-    If the client disconnects, `work` is cancelled and ClientDisconnected is raised.
+    `work` yields the content, and is closed when that is sent: until then it holds what the answer takes. If the client
+    disconnects before, `work` is cancelled and ClientDisconnected is raised.
     """
 
     media_type = "application/json"
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]):
+    def __init__(self, work: Callable[[], AsyncGenerator[Any, None]]):
         self._work = work
         self.status_code = 200
         self.background = None
         self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        content = await until_disconnect(Request(scope, receive), self._work())
-        if isinstance(content, Encoded):
-            await self._send_text(content.text, send)
-        else:
-            await JSONResponse(content)(scope, receive, send)
+        async with aclosing(self._work()) as work:
+            content = await until_disconnect(Request(scope, receive), _next(work))
+            if isinstance(content, Encoded):
+                await self._send_text(content.text, send)
+            else:
+                await JSONResponse(content)(scope, receive, send)
 
     async def _send_text(self, text: bytes, send: Send) -> None:
         headers = [*self.raw_headers, (b"content-length", str(len(text)).encode())]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await _send_pieces(send, text)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _next(work: AsyncGenerator[T, None]) -> T:
+    return await anext(work)
 
 
 async def _send_pieces(send: Send, text: bytes) -> None:

@@ -75,7 +75,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
         return EventStream(events())
 
-    async def answers() -> Any:
+    async def answers() -> AsyncGenerator[Any, None]:
         with service.admission(num_sequences) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
@@ -84,7 +84,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
                 found = [part(_answer(tokens, body, job, choice)) for job in jobs for choice in job.choices]
                 return found if as_list else found[0]
 
-            return await service.write(jobs, build)
+            yield await service.write(jobs, build, reservation)
 
     return JSONAnswer(answers)
 

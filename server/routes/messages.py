@@ -48,11 +48,11 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     chat, places = body.chat(*_model_of(service, bool(body.tools)))
     service.check_model(chat.model)
 
-    async def answer() -> dict[str, int]:
+    async def answer() -> AsyncGenerator[dict[str, int], None]:
         with translated_errors(SENT_NAMES, places):
             prompt = await service.tokens.chat(chat.conversation())
         request.state.upload.release()
-        return {"input_tokens": len(prompt.ids)}
+        yield {"input_tokens": len(prompt.ids)}
 
     return JSONAnswer(answer)
 
@@ -82,8 +82,8 @@ class _MessageRun:
                     last_event = now
                     yield _written([{"type": "ping"}])
 
-    async def answer(self) -> dict[str, Any]:
-        """Return the whole message."""
+    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the whole message."""
         message: dict[str, Any] = {}
         async with aclosing(self._events()) as events:
             async for found in events:
@@ -92,7 +92,7 @@ class _MessageRun:
                         message = event["message"]
                     elif event["type"] == "message_delta":
                         message |= {**event["delta"], "content": self._output.content, "usage": event["usage"]}
-        return message
+        yield message
 
     async def _events(self) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none."""

@@ -91,7 +91,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         )
         return EventStream(_stream(service, num_sequences, submit, head, body, chunk_choices))
 
-    async def answer() -> Any:
+    async def answer() -> AsyncGenerator[Any, None]:
         with service.admission(num_sequences) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
@@ -106,7 +106,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                 extra = {"stats": stats(jobs)} if body.return_stats else {}
                 return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
 
-            return await service.write(jobs, build)
+            yield await service.write(jobs, build, reservation)
 
     return JSONAnswer(answer)
 
@@ -130,7 +130,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     if body.stream:
         return EventStream(_stream(service, run.params.n, submit, head, body, ChatChunkChoices(outputs)))
 
-    async def answer() -> Any:
+    async def answer() -> AsyncGenerator[Any, None]:
         with service.admission(run.params.n) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
@@ -144,7 +144,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
                     extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, jobs[0], body.prompt_logprobs)
                 return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
 
-            return await service.write(jobs, build)
+            yield await service.write(jobs, build, reservation)
 
     return JSONAnswer(answer)
 

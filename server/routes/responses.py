@@ -136,12 +136,12 @@ class _ResponseRun:
                 if events:
                     yield self._written(events)
 
-    async def answer(self) -> dict[str, Any]:
-        """Return the whole response."""
+    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the whole response."""
         async with aclosing(self._pieces()) as pieces:
             async for _ in pieces:
                 pass
-        return self._response
+        yield self._response
 
     def failed(self, exc: Exception) -> bytes:
         """Return the last event of a stream that fails."""

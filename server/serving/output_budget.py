@@ -21,13 +21,15 @@ class Share:
     def __init__(self, abort: Callable[[], None]):
         self.abort = abort
         self.held = 0
+        self.is_sent = False  # the answer is on its way to the client: it can't give way any more
         self.error: WireError | None = None  # set when it has to give way
 
 
 class OutputBudget:
     """Bytes of log-probabilities and hidden states that wait for the end of their answers: `max_bytes` in all.
 
-    If more arrive, the request that holds most is aborted with 503, so that one request can't fail the others.
+    If more arrive, the running request that holds most is aborted with 503, so that one request can't fail the others.
+    An answer counts until it is sent.
     """
 
     def __init__(self, max_bytes: int):
@@ -50,8 +52,8 @@ class OutputBudget:
             share.held += count
             self.used += count
             self._shares.add(share)
-        while self.used > self.max_bytes and self._shares:
-            self._drop(max(self._shares, key=lambda one: one.held))
+        while self.used > self.max_bytes and (running := [one for one in self._shares if not one.is_sent]):
+            self._drop(max(running, key=lambda one: one.held))
 
     def release(self, share: Share) -> None:
         """Stop counting what a request holds. A second call does nothing."""

@@ -434,18 +434,27 @@ class Service:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def write(self, jobs: list[Job], build: Callable[[Callable[[Any], Any]], Any]) -> Any:
+    async def write(
+        self, jobs: list[Job], build: Callable[[Callable[[Any], Any]], Any], reservation: Reservation
+    ) -> Any:
         """Return the JSON answer that `build` returns; Encoded by a thread if it is large, or has hidden states.
 
-        `build(part)` passes each choice to `part`, which may encode it, so that not all are in memory as objects.
+        `build(part)` passes each choice to `part`, which may encode it, so that not all are in memory as objects. The
+        jobs have no log-probabilities and hidden states any more after it. Send the answer before the admission ends.
         """
+        reservation.logprobs.is_sent = True
         outputs = [job.output for job in jobs]
         size = sum(size_of(one.prompt_logprobs) for one in outputs)
         choices = [choice for one in outputs for choice in one.outputs]
         size += sum(size_of(choice.logprobs) + ARRAY_BYTES * bool(choice.hidden_state_parts) for choice in choices)
         if size <= INLINE_LOGPROB_BYTES:
             return build(lambda value: value)
-        return await self.tokens.in_thread(lambda: encoded(build(encoded)))
+        answer = await self.tokens.in_thread(lambda: encoded(build(encoded)))
+        for one in outputs:
+            one.prompt_logprobs = None
+        for choice in choices:
+            choice.logprobs, choice.hidden_state_parts = None, []
+        return answer
 
     async def write_events(self, size: int, write: Callable[[WriteEvent], bytes]) -> bytes:
         """Return events of a stream with `size` bytes of log-probabilities; written by a thread if they are many."""

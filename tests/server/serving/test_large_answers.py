@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
+from server.http.errors import WireError
 from server.http.json_text import encoded
+from server.serving.output_budget import OutputBudget, Share
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 from tests.server.http.test_request_sizes import MAX_TURN_SECONDS, LongestTurn
@@ -86,3 +90,30 @@ def test_the_request_with_most_logprobs_gives_way(start_server):
     assert '"too_many_logprobs"' in lines[-2] and lines[-1] == "data: [DONE]"
     server.wait_idle()
     assert server.service.outputs.used == 0
+
+
+def test_an_answer_counts_until_it_is_read(server):
+    """Else clients that read slowly would hold any number of answers."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(COMPLETION).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = (head + f"Content-Length: {len(body)}\r\n\r\n").encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(head + body)
+        assert client.recv(12) == b"HTTP/1.1 200"
+        assert server.service.outputs.used > 1_000_000 and server.service.unanswered == 1
+    server.wait(lambda: server.service.outputs.used == 0, "the end of the answer")
+    assert server.service.unanswered == 0
+
+
+def test_an_answer_that_is_being_sent_gives_no_way():
+    budget, aborted = OutputBudget(1000), []
+    sent, running = Share(lambda: aborted.append("sent")), Share(lambda: aborted.append("running"))
+    budget.add_hidden_states(sent, [np.zeros((1, 20), np.float32)])
+    sent.is_sent = True
+    budget.add_hidden_states(running, [np.zeros((1, 10), np.float32)])
+    assert aborted == ["running"] and sent.error is None and budget.used == sent.held > 0
+    with pytest.raises(WireError, match="this request has most of them"):
+        budget.add(running, [])
