@@ -42,7 +42,7 @@ class _TagBlock(Block):
         if not self._is_function:
             head = (self._text + "".join(self._new)).lstrip()
             if not head.startswith(_OPEN_FUNCTION[: len(head)]):
-                return Closed(None, text)
+                return Closed(None, "".join(self._new))  # an opener may have begun in an earlier piece
             self._is_function = len(head) >= len(_OPEN_FUNCTION)
         # Look for the end only in what is new and may be one: a block of n characters costs n, not n².
         if self._end[-1] not in text:

@@ -220,3 +220,12 @@ def test_a_long_call_takes_linear_time():
     one = parser("hermes")
     parts = [part for start in range(0, len(text), 4) for part in one.feed(text[start : start + 4])] + one.finish()
     assert len(parts) == 1 and isinstance(parts[0], ToolCall)
+
+
+def test_an_opener_after_a_stray_one_is_found_however_it_is_cut():
+    function = "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+    text = f"<tool_call><tool_call>\n{function}\n</tool_call>"
+    whole = in_pieces(parser("qwen3_coder", None, False), text, [])
+    assert [type(part).__name__ for part in whole] == ["Content", "ToolCall"]
+    for cut in range(1, len(text)):
+        assert in_pieces(parser("qwen3_coder", None, False), text, [cut]) == whole
