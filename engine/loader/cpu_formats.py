@@ -139,12 +139,12 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
     """
     keep = _dense_copies_fit(model)
     prefixes = {id(owner): prefix for prefix, owner in _projection_prefixes(model)}
-    found = [
-        (parent, attribute, names)
-        for _, parent, attribute in model.linears()
-        if all(map(source.is_q4_1, names := _part_names(getattr(parent, attribute), prefixes[id(parent)])))
-        and fits_int4(getattr(parent, attribute).outputs, getattr(parent, attribute).inputs)
-    ]
+    found: list[tuple[nn.Module, str, list[str]]] = []
+    for _, parent, attribute in model.linears():
+        old: Linear = getattr(parent, attribute)
+        names = [f"{prefixes[id(parent)]}.{part}.weight" for part in old.parts]
+        if all(map(source.is_q4_1, names)) and fits_int4(old.outputs, old.inputs):
+            found.append((parent, attribute, names))
 
     def convert(projection: tuple[nn.Module, str, list[str]]) -> Int4Linear:
         parent, attribute, names = projection
@@ -162,10 +162,6 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
     finally:
         torch.set_num_threads(threads)
     return {name for _, _, names in found for name in names}
-
-
-def _part_names(linear: Linear, prefix: str) -> list[str]:
-    return [f"{prefix}.{part}.weight" for part in linear.parts]
 
 
 def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:

@@ -303,18 +303,25 @@ def test_views_made_in_a_run_are_no_trained_tensors(device):
     assert {id(leaf) for leaf in audit.leaves.values()} == {id(leaf) for leaf in (*model.parameters(), mine, row)}
 
 
-def test_a_trained_view_from_before_the_call_gets_its_gradient(pool, device):
-    def job(make):
-        row, log = leaf_view(device), []
-        run = make(lambda x: Product.apply(x, row).sum().backward())
+def assert_trained(make, use, pool, device):
+    """Assert that the tensor that `make()` returns gets eager's gradients in captured steps `use(tensor, x)`."""
+
+    def job(capture):
+        tensor, log = make(), []
+        run = capture(lambda x: use(tensor, x).sum().backward())
         for x, _ in batches(8, device):
             run(x)
-            log.append([row.grad.clone()])
-            row.grad = None
+            log.append([tensor.grad.clone()])
+            tensor.grad = None
         return log
 
     stats = CacheStats()
     assert_same(job(lambda step: iteration_of(pool, stats, step)), job(lambda step: step))
+    return stats
+
+
+def test_a_trained_view_from_before_the_call_gets_its_gradient(pool, device):
+    stats = assert_trained(lambda: leaf_view(device), lambda row, x: Product.apply(x, row), pool, device)
     assert sum(stats.replays.values()) >= 3
 
 
@@ -329,19 +336,8 @@ WRITES = {
 def test_a_tensor_that_is_written_in_the_step_and_then_trained_gets_its_gradient(pool, device, name):
     """As in adversarial training: the write returns the tensor itself, which is no view made in the run."""
 
-    def job(make):
-        delta, log = torch.full((WIDTH,), 0.3, device=device), []
+    def use(delta, x):
+        WRITES[name](delta.requires_grad_(False))
+        return (x + delta.requires_grad_()).pow(2)
 
-        def step(x):
-            WRITES[name](delta.requires_grad_(False))
-            (x + delta.requires_grad_()).pow(2).sum().backward()
-
-        run = make(step)
-        for x, _ in batches(8, device):
-            run(x)
-            log.append([delta.grad.clone()])
-            delta.grad = None
-        return log
-
-    stats = CacheStats()
-    assert_same(job(lambda step: iteration_of(pool, stats, step)), job(lambda step: step))
+    assert_trained(lambda: torch.full((WIDTH,), 0.3, device=device), use, pool, device)
