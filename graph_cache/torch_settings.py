@@ -175,6 +175,11 @@ def free_frames(error: BaseException) -> None:
                 frame.f_locals  # noqa: B018 (a snapshot of the locals, if there is one, is emptied by reading it)
 
 
+def records_gradients() -> bool:
+    """Return whether operations record gradients: inference mode prevents it also where the gradient mode is on."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def autocast_state() -> Autocast:
     """Return the current dtype of autocast on each of AUTOCAST_DEVICES, or None where it is off."""
     return tuple(

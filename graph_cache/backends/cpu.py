@@ -98,7 +98,7 @@ class CpuBackend:
         recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder, refuse_host_reads(recorder.is_constant):
+            with recorder, refuse_host_reads(recorder.is_constant), recorder.observing_seeds():
                 fn()
                 recorder.check_generators()
         except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
+from graph_cache.backends.cpu_seeds import observe_seeds
 from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
 from graph_cache.namespaces import state_of
@@ -113,6 +115,7 @@ class TapeRecorder(DecomposingMode):
         # By C++ object: the dispatcher wraps a generator in a new Python object for every call.
         self._generators = {generator._cdata: generator for generator in generators}
         self._generator_states = self._read_generators()  # after the last recorded operation
+        self._seeded = False  # the run has set the state of one of them
         self._buffer_of: dict[int, int] = {}
         self._literals: set[int] = set()  # storages of tensors made from Python values
         self._constant_storages: set[int] = set()  # storages computed without outside tensors or randomness
@@ -183,9 +186,16 @@ class TapeRecorder(DecomposingMode):
     def _read_generators(self) -> list[bytes]:
         return list(map(state_of, self._generators.values()))
 
+    def observing_seeds(self) -> AbstractContextManager[None]:
+        """Note within the block whether code sets the state of a generator, also to the state that it has."""
+        return observe_seeds(self._generators, self._note_seed)
+
+    def _note_seed(self) -> None:
+        self._seeded = True
+
     def check_generators(self) -> None:
         """Raise CaptureRefused if the state of a generator was set since the last operation that used it."""
-        if self._generator_states != self._read_generators():
+        if self._seeded or self._generator_states != self._read_generators():
             raise CaptureRefused(
                 "the state of a random generator is set (manual_seed, set_state, fork_rng, or a checkpoint), which a "
                 "replay would not repeat: pass preserve_rng_state=False to a checkpoint without random numbers"

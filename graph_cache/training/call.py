@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from graph_cache.layout import copy_into, overlaps
-from graph_cache.torch_settings import AUTOCAST_DEVICES, Autocast, Settings, autocast_state, recreated, settings
+from graph_cache.torch_settings import (
+    AUTOCAST_DEVICES,
+    Autocast,
+    Settings,
+    autocast_state,
+    records_gradients,
+    recreated,
+    settings,
+)
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
 # Exact types only: a subclass may define its own equality.
@@ -87,7 +95,7 @@ def flatten_call(
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    grad, autocast = torch.is_grad_enabled(), autocast_state()
+    grad, autocast = records_gradients(), autocast_state()
     signatures = tuple(
         [
             (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad and tensor.requires_grad)

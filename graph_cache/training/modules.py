@@ -22,7 +22,7 @@ from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.host_state import objects_with_tensors
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
-from graph_cache.torch_settings import modes_active
+from graph_cache.torch_settings import modes_active, records_gradients
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal, objects_of
@@ -145,7 +145,7 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, TRANSFORM)
         if _saved_tensor_hooks(True) is not None:  # a checkpoint or offload around this needs eager's saved tensors
             return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
-        if torch.is_grad_enabled():
+        if records_gradients():
             for recorded in self._recorded_steps:
                 graphs = recorded.current
                 index = graphs.order.next_index()

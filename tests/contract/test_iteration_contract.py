@@ -103,6 +103,35 @@ def test_a_step_that_reads_on_the_host_runs_eager(pool, device):
     assert len(ours) == len(theirs)
 
 
+SEEDS = {
+    "manual_seed": lambda generator, state: generator.manual_seed(11),
+    "set_state": lambda generator, state: generator.set_state(state),
+    "set_rng_state": lambda generator, state: (torch.cuda if generator.device.type == "cuda" else torch).set_rng_state(
+        state
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SEEDS)
+def test_a_step_that_sets_the_seed_that_a_generator_has_already_runs_eager(pool, device, how):
+    """Its state is the same before and after, so only the call itself shows that each step begins there."""
+    generator = pool.backend.default_generator
+    generator.manual_seed(11)
+    state = generator.get_state()
+
+    def step(x):
+        SEEDS[how](generator, state)
+        return x + torch.rand_like(x)
+
+    stats = CacheStats()
+    run, x = iteration_of(pool, stats, step), torch.zeros(4, WIDTH, device=device)
+    expected = step(x)
+    for _ in range(6):
+        generator.set_state(state)
+        assert torch.equal(run(x), expected)
+    assert stats.failed_captures and not stats.replays
+
+
 # ---- ten steps of a job, with two microbatches outstanding -----------------------------------------------------------
 
 RATE = 0.05

@@ -74,6 +74,21 @@ def test_eval_and_no_grad_calls_do_not_disturb_saved_tensors(pool, device):
     assert_same([interleaved(graphed)], [interleaved(eager)])
 
 
+def test_inference_mode_records_no_gradients_also_where_the_gradient_mode_is_on(pool, device):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    replays, x = stats.replays.total(), data[0][0]
+    with torch.inference_mode(), torch.enable_grad():
+        for _ in range(2):
+            torch.manual_seed(2)
+            result = graphed(x)
+            torch.manual_seed(2)
+            assert torch.equal(result, eager(x)) and not result.requires_grad
+    assert stats.replays.total() == replays > 0
+
+
 def test_a_step_interrupted_before_its_backward_releases_its_graphs(pool, device):
     eager, graphed = twins(mlp, device)
     graphs, stats = attached(graphed, ["0", "1", "2"], pool)

@@ -26,6 +26,7 @@ from graph_cache.addresses import AddressBook
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureError, GraphConfigError
 from graph_cache.keys import STALE, WARMING_UP
+from graph_cache.torch_settings import records_gradients
 from graph_cache.training.attached import Hook, Part, Watched
 from graph_cache.training.autograd import Lease
 from graph_cache.training.call import Result, flatten_call
@@ -132,7 +133,7 @@ class TransformerEngineGraphs:
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._busy or self.job.pool.backend.is_capturing():
             return layer.attached.eager(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not records_gradients():
             return self._run_eager(layer, args, kwargs, NO_GRAD)
         if self.is_idle:
             self._begin_step()

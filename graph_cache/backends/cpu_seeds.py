@@ -1,0 +1,53 @@
+"""Find seeds that code gives to random generators during a recording, also those that a generator has already.
+
+A replay begins where the last one ended, and not at the seed again. The state of the generator shows this only if it
+differed before. `fork_rng` and checkpoints set states that they read in the same run: a comparison of states suffices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SETTERS = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_CORE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ADAPTERS = os.path.join(_CORE, "adapters") + os.sep
+
+
+@contextmanager
+def observe_seeds(generators: Container[int], seeded: Callable[[], None]) -> Iterator[None]:
+    """Call `seeded` when code of this thread sets the state of one of the generators, given by their C++ objects."""
+
+    def called(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event != "c_call" or argument.__name__ not in SETTERS:
+            return
+        generator = argument.__self__
+        if isinstance(generator, torch.Generator) and generator._cdata in generators and not _restores(frame):
+            seeded()
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _restores(frame: types.FrameType | None) -> bool:
+    """Whether a state is set that the same run has read: by `fork_rng`, a checkpoint, or this core."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _CORE)):
+        code = frame.f_code
+        if code.co_name == "fork_rng" or code.co_filename == _CHECKPOINT:
+            return True
+        if code.co_filename.startswith(_CORE):
+            return not code.co_filename.startswith(_ADAPTERS)
+        frame = frame.f_back
+    return False
