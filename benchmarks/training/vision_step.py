@@ -7,8 +7,9 @@ Qwen3-VL-like: 24 layers of width 2,048, and an encoder of 27 layers of width 1,
 to --batches images of 448 x 448 pixels (784 patches) in a text of --length tokens. Token budgets are those of
 `tune_token_budgets` for these batches, and hold all of them.
 
-The row "padded" is eager with our padding: the losses of our graphs equal its losses bit for bit. The row "encoder" has
-graphs of the encoder alone. --model megatron adds our Transformer Engine adapter, and Megatron's own graphs of the
+The row "padded" is eager with our padding. With --deterministic, which selects PyTorch's deterministic kernels, the
+losses of our graphs equal its losses bit for bit: flash attention's backward adds up in any order otherwise. The row
+"encoder" has graphs of the encoder alone. --model megatron adds our Transformer Engine adapter, and Megatron's own graphs of the
 language model (its encoder stays eager), where Transformer Engine is installed.
 """
 
@@ -131,11 +132,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tower-width", type=harness.count, default=1152)
     parser.add_argument("--side", type=harness.count, default=448, help=f"pixels, a multiple of {PATCH * MERGE}")
     parser.add_argument("--loss-steps", type=harness.count, default=100, help="steps whose losses are compared")
+    parser.add_argument("--deterministic", action="store_true", help="use PyTorch's deterministic kernels")
     args = parser.parse_args(argv)
     if args.side % (PATCH * MERGE):
         parser.error(f"--side is {args.side}: give a multiple of {PATCH * MERGE}")
     if args.model == "transformers" and set(args.ways) - set(PLAIN):
         parser.error(f"--model transformers has the ways {', '.join(PLAIN)}")
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it, here and in the processes of the ways
+        torch.use_deterministic_algorithms(True)
     if args.one:
         step, engines = set_up(args.ways[0], args.batches[0], args)
         losses = losses_of(step, args.loss_steps)
@@ -149,6 +154,7 @@ def main(argv: Sequence[str]) -> int:
     report = harness.Report(__spec__.name, args, argv)
     names = ("model", "tower_layers", "tower_width", "side", "loss_steps")
     flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    flags += ["--deterministic"] if args.deterministic else []
     run_ways(__spec__.name, ways, args, flags, report, LossComparison())
     report.finish(LOSS_COLUMNS)
     return 0
