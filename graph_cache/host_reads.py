@@ -38,6 +38,7 @@ from graph_cache.namespaces import (
     Namespace,
     position_of,
 )
+from graph_cache.profiling import profiled
 
 MAX_WATCHED_ITEMS = 4096  # of larger containers, only a change of the length is noticed
 MAX_SINGLE_ITEMS = 64  # items of larger containers are watched together
@@ -168,13 +169,12 @@ class Reads:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Profile the calling thread within the block. Collects no garbage: that would run code of other objects."""
-        before, collects = sys.getprofile(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()
-        sys.setprofile(self._called)
         try:
-            yield
+            with profiled(self._called):
+                yield
         finally:
-            sys.setprofile(before)
             if collects:
                 gc.enable()
 

@@ -7,13 +7,14 @@ differed before. `fork_rng` and checkpoints set states that they read in the sam
 from __future__ import annotations
 
 import os
-import sys
 import types
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from graph_cache.profiling import profiled
 
 SETTERS = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -23,22 +24,16 @@ _ADAPTERS = os.path.join(_CORE, "adapters") + os.sep
 
 
 @contextmanager
-def observe_seeds(generators: Container[int], seeded: Callable[[], None]) -> Iterator[None]:
+def observe_seeds(generators: Container[object], seeded: Callable[[], None]) -> Iterator[None]:
     """Call `seeded` when code of this thread sets the state of one of the generators, given by their C++ objects."""
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event != "c_call" or argument.__name__ not in SETTERS:
-            return
-        generator = argument.__self__
-        if isinstance(generator, torch.Generator) and generator._cdata in generators and not _restores(frame):
-            seeded()
+        if event == "c_call" and argument.__name__ in SETTERS and isinstance(argument.__self__, torch.Generator):
+            if getattr(argument.__self__, "_cdata", None) in generators and not _restores(frame):
+                seeded()
 
-    before = sys.getprofile()
-    sys.setprofile(called)
-    try:
+    with profiled(called):
         yield
-    finally:
-        sys.setprofile(before)
 
 
 def _restores(frame: types.FrameType | None) -> bool:

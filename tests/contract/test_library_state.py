@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -191,3 +192,18 @@ def test_several_ambient_states_act_as_one():
     assert check()
     kinds[1].holds = False
     assert not check()
+
+
+def test_a_profiler_of_the_callers_goes_on_after_a_capture(pool, device):
+    """cProfile's profiler is an object, which can't be set as a function again."""
+    cache = GraphCache(device=device, pool=pool)
+    run = cache.graphed("model", torch.tanh, {"input": BufferSpec(("batch", WIDTH), torch.float32)}, buckets=(4,))
+    x = torch.randn(4, WIDTH, device=device)
+    profile = cProfile.Profile()
+    with torch.inference_mode(), profile:
+        for _ in range(4):
+            assert torch.equal(run(input=x), torch.tanh(x))
+        hash("after the capture")
+    assert not cache.stats.failed_captures and cache.stats.replays.total() >= 2
+    names = {entry.code if isinstance(entry.code, str) else entry.code.co_name for entry in profile.getstats()}
+    assert "<built-in method builtins.hash>" in names

@@ -1,0 +1,23 @@
+"""Profile code of the calling thread for a while, also if a profiler of the user's is active."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def profiled(called: Callable[[types.FrameType, str, Any], object]) -> Iterator[None]:
+    """Set a profile function, as `sys.setprofile` does, within the block; the one before it goes on afterwards."""
+    before: Any = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:
+            before.enable()  # of cProfile, which can't be set as a function
