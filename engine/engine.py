@@ -166,7 +166,8 @@ class Engine:
                             self._loop.abort([delta.child_id])
                         if delta.finish_reason is not None:
                             bar.update()
-                    self._loop.capture_between_steps()
+                    if self._loop.has_work:
+                        self._loop.capture_between_steps()
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""

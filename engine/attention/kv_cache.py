@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.attention import host_memory
 from engine.attention.cache_spec import CacheSpec, LatentSpec, PagedSpec, group_layers, paged_layers
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 
 
 class KVCache:
@@ -41,10 +42,7 @@ class KVCache:
         self.kv_heads, self.head_dim = shapes[0] if shapes else (0, 0)
         self.dtype, self.device = dtype, torch.device(device)
         depth = max((len(group.layers) for group in self.groups), default=0)
-        each = (
-            [torch.zeros((num_pages, page_size, *shape), dtype=dtype, device=device) for _ in range(depth)]
-            for shape in shapes
-        )
+        each = ([_zeros((num_pages, page_size, *shape), dtype, self.device) for _ in range(depth)] for shape in shapes)
         self.storage = list(zip(*each, strict=True))
         place = {
             layer: (number, index)
@@ -99,3 +97,14 @@ class KVCache:
         self.k_slots[layer].index_copy_(0, slots, k)
         if v is not None:
             self.v_slots[layer].index_copy_(0, slots, v)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        return host_memory.zeros(shape, dtype)
+    except OSError as error:
+        raise ConfigError(
+            f"num_pages={shape[0]}: the system has no memory for the KV cache: {error.strerror}"
+        ) from error

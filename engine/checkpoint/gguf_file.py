@@ -6,6 +6,7 @@ gguf_model.py maps the tensors to a model.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 _MAX_DIMS = 4
 Q4_1 = 3
 _BLOCK_SIZE = 32
@@ -77,6 +79,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{field} at byte {self.position - length} is not UTF-8") from error
 
+    def _strings(self, count: int, field: str) -> list[str]:
+        """Read strings one after another: as `string` does, in a loop without calls, since vocabularies are long."""
+        data, end, position, unpack = self.data, len(self.data), self.position, _LENGTH.unpack_from
+        found = []
+        for _ in range(count):
+            start = position + _LENGTH.size
+            position = start + unpack(data, position)[0] if start <= end else end + 1
+            if position > end:
+                break
+            try:
+                found.append(data[start:position].decode())
+            except UnicodeDecodeError as error:
+                raise self.error(f"{field} at byte {start} is not UTF-8") from error
+            self.position = position
+        found += [self.string(field) for _ in range(count - len(found))]  # says which one is cut off
+        return found
+
     def value(self, value_type: int, field: str) -> Any:
         if value_type == _STRING:
             return self.string(field)
@@ -90,7 +109,7 @@ class _Cursor:
         value_type, count = self.scalar("I", field), self.scalar("Q", field)
         if value_type == _STRING:
             self.require(8 * count, field)  # each string has an 8-byte length, which bounds the loop
-            return [self.string(field) for _ in range(count)]
+            return self._strings(count, field)
         if value_type not in _SCALARS:
             raise self.error(f"{field} is an array of unsupported value type {value_type}")
         code = _SCALARS[value_type]
@@ -99,6 +118,19 @@ class _Cursor:
         values = list(struct.unpack_from(f"<{count}{code}", self.data, self.position))
         self.position += nbytes
         return values
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """Return the GGUF file at a path. Config, tokenizer and weights share one reading of an unchanged file."""
+    status = os.stat(path) if os.path.exists(path) else None
+    if status is None:
+        return GGUFFile(path)  # says that it can't be read
+    return _read_once(os.fspath(path), status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(path: str, modified_ns: int, size: int) -> GGUFFile:
+    return GGUFFile(path)
 
 
 class GGUFFile:
@@ -213,7 +245,8 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which is not supported; "
                 "use a file in Q4_1, Q8_0, F16 or F32"
             ) from error
-        return torch.from_numpy(np.array(values, dtype=np.float32).reshape(info.shape))
+        values = np.require(values, np.float32, "W")  # a copy of float32 tensors, which alias the file
+        return torch.from_numpy(values.reshape(info.shape))
 
     def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return a Q4_1 matrix as codes uint8 [N, K] in 0..15, d and m float32 [N, K/32], where w = d * code + m."""

@@ -148,6 +148,7 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._client, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
+        self._beginning: asyncio.Task[ModelSource] | None = None
         self._end_reason: str | None = None  # why there is no loop, or None
         self._is_final = False  # the loop will not be restarted
         self._restarts = 0
@@ -156,17 +157,28 @@ class EngineClient:
 
     # ---- start and close -------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begin to load the model, for callers with other work to do before `start`."""
+        if self._beginning is None:
+            self._loop = asyncio.get_running_loop()
+            self._ready = self._loop.create_future()
+            self._beginning = self._loop.create_task(self._begin())
+
+    async def _begin(self) -> ModelSource:
+        # Downloaded once, before the engine and the tokenizer use it. A stop waits for neither.
+        source: ModelSource = await in_daemon_thread(resolve_model, self.config.model)
+        self._transport.start(self._on_report)
+        return source
+
     async def start(self) -> None:
         """Load tokenizer and model in parallel; return when the engine answers requests.
 
         Raises the engine's ConfigError or ModelError, or EngineDead if it ended for another reason.
         """
-        self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
+        self.begin()
+        assert self._beginning is not None and self._ready is not None
         try:
-            # Downloaded once, before both use it. A stop waits for neither the download nor the tokenizer.
-            source: ModelSource = await in_daemon_thread(resolve_model, self.config.model)
-            self._transport.start(self._on_report)
+            source = await self._beginning
             self.tokenizer = await in_daemon_thread(Tokenizer.try_load, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
@@ -177,6 +189,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine. Running requests raise EngineDead."""
+        if self._beginning is not None:
+            self._beginning.cancel()  # does nothing once the engine's process runs
         await asyncio.to_thread(self._transport.stop, STOP_SECONDS)
         self._end("the engine was closed")
 

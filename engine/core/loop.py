@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.2
 IDLE_SECONDS = 0.05
+QUIET_SECONDS = 0.2  # without work before a capture begins, which the next request would wait for
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
 MAX_CONSECUTIVE_FAILURES = 3
@@ -483,6 +484,7 @@ class EngineLoop:
         The last report is always a Dead, also after an error, which it then names. Closes the loop.
         """
         reason, is_lost, next_report, captures = "", False, 0.0, None
+        last_busy = time.monotonic()
         gc.collect()
         try:
             while True:
@@ -502,7 +504,10 @@ class EngineLoop:
                     if self.has_work:
                         self._send_events(self.step(), send)
                         next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
-                    captured = self.capture_between_steps()
+                    if busy or self.has_work:
+                        last_busy = time.monotonic()
+                    is_quiet = time.monotonic() - last_busy >= QUIET_SECONDS
+                    captured = (self.has_work or is_quiet) and self.capture_between_steps()
                 if busy and not self.has_work:
                     self._check_idle()
                 now = time.monotonic()

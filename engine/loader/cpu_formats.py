@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.errors import ConfigError, ModelError
 from engine.layers.int4 import Int4Linear, fits_int4, int4_available
@@ -69,7 +69,7 @@ def format_dtype(cpu_format: str) -> torch.dtype:
 
 def gguf_config(path: str) -> tuple[ModelConfig, bool]:
     """Read only the config of a GGUF file, and whether its weights are mostly 4-bit. Raises ModelError."""
-    model = GGUFModel(GGUFFile(path))
+    model = GGUFModel(open_gguf(path))
     return config_from_dict(model.config, path), model.is_mostly_4bit()
 
 
@@ -87,7 +87,7 @@ def load_gguf(
     format, Q4_1 matrices are converted code by code; all other tensors are dequantised exactly and rounded to the
     dtype. `max_len` as in DenseModel. Raises ModelError for an unusable file.
     """
-    source = GGUFModel(GGUFFile(path))
+    source = GGUFModel(open_gguf(path))
     config = config_from_dict(source.config, path)
     is_cpu = torch.device(device).type == "cpu"
     chosen = choose_cpu_format(cpu_weight_format, dtype, source.is_mostly_4bit()) if is_cpu else None

@@ -14,10 +14,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.checkpoint.gguf_file import GGUFFile
+from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.errors import ModelError, RequestError
 from engine.text import request_template, tokenizer_config
@@ -188,6 +187,8 @@ class Tokenizer:
             options["documents"] = list(conversation.documents)
         if conversation.template is not None:
             return self._render_own(conversation, takes_tools, options)
+        from jinja2.exceptions import TemplateError  # here: a start needs no templates
+
         try:
             return self.prepare_chat().apply_chat_template(
                 list(conversation.messages) if takes_tools else conversation.as_text(),
@@ -235,7 +236,7 @@ class Tokenizer:
 
 
 def _from_gguf(source: ModelSource) -> Tokenizer:
-    metadata: dict[str, Any] = GGUFFile(source.path).metadata
+    metadata: dict[str, Any] = open_gguf(source.path).metadata
     model_type, pre_tokenizer = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if model_type is None:
         raise NoTokenizer(f"{source.path}: has no tokenizer; {_IDS_HINT}")

@@ -126,6 +126,25 @@ def test_the_counters_of_a_request_are_sent_before_its_end(make_engine):
     assert sorted(ended) == ["a", "aborted", "b", "c", "refused"]
 
 
+def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
+    """A capture takes half a second on a CPU. It begins once no request came for a while, or beside running ones."""
+    engine = make_engine(warmup="background")
+    commands = iter([None, None, Submit([request("a", PROMPTS[0], greedy(3))])])
+    sent, quiet = [], time.monotonic() + 20
+
+    def receive(timeout):
+        time.sleep(min(timeout, 0.01))
+        return next(commands, Stop() if engine.loop.stats().graphs["captures"] or time.monotonic() > quiet else None)
+
+    def send(report):
+        captures = list(engine.loop.stats().graphs["captures"])
+        sent.extend((event, captures) for event in getattr(report, "events", ()))
+
+    engine.loop.serve(receive, send)
+    assert sent[0][0].token_ids and sent[0][1] == []
+    assert engine.loop.stats().graphs["captures"]
+
+
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
 def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
     loop = make_engine(warmup=warmup).loop
