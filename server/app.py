@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 from server.config import ServerConfig
 from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
-from server.http.keys import KeyMiddleware, Keys
+from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import describe
 from server.http.streaming import ClientDisconnected
+from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounters

@@ -55,6 +55,7 @@ FLOORS = {
     ),
     "server": (
         ("config", "version", "formatting"),
+        ("keys",),
         ("schemas", "observability"),
         ("http",),
         ("serving",),
@@ -379,7 +380,9 @@ def test_no_file_has_the_markers_of_an_unresolved_merge():
     assert [str(path) for path in files if path.suffix != ".pyc" and marker.search(path.read_bytes())] == []
 
 
-@pytest.mark.parametrize("module", ["server.launch", "server.workers.api_worker", "server.workers.manager"])
+@pytest.mark.parametrize(
+    "module", ["server.launch", "server.workers.single_worker", "server.workers.api_worker", "server.workers.manager"]
+)
 def test_processes_that_serve_http_never_load_torch(module):
     """torch would cost each of them seconds and hundreds of megabytes that only the engine's process needs."""
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -9,8 +9,8 @@ to --batches images of 448 x 448 pixels (784 patches) in a text of --length toke
 
 The row "padded" is eager with our padding. With --deterministic, which selects PyTorch's deterministic kernels, the
 losses of our graphs equal its losses bit for bit: flash attention's backward adds up in any order otherwise. The row
-"encoder" has graphs of the encoder alone. --model megatron adds our Transformer Engine adapter, and Megatron's own graphs of the
-language model (its encoder stays eager), where Transformer Engine is installed.
+"encoder" has graphs of the encoder alone. --model megatron adds our Transformer Engine adapter, and Megatron's own
+graphs of the language model (its encoder stays eager), where Transformer Engine is installed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 from typing import Any
 
-from server.http.keys import ADMIN_KEYS, API_KEYS
+from server.keys import ADMIN_KEYS, API_KEYS
 from server.serving.service import Service
 from server.version import version
 

@@ -23,7 +23,7 @@ from engine.errors import EngineDead
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.connections import OpenConnections
-from server.http.keys import Keys
+from server.keys import Keys
 from server.observability.logs import set_up_logging
 from server.observability.shared_counters import SharedCounters
 from server.serving.service import Service

@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
 from server.http.connections import OpenConnections, limited_protocol
-from server.http.keys import API_KEYS, Keys
+from server.keys import API_KEYS, Keys
 from server.serving.service import Service
 
 log = logging.getLogger("encore.server")

@@ -1,7 +1,8 @@
 """The main process of a server with several API workers: starts the engine and the workers and supervises them.
 
 The main process holds the engine, the listening socket and the signal handlers, and replaces workers that exit or
-hang. It serves no requests itself, so its work can't delay a stream. `launch.py` does the same for a single worker.
+hang. It serves no requests itself, so its work can't delay a stream. `single_worker.py` does the same for a single
+worker.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-import os
 import signal
 import socket
 import time
@@ -24,7 +24,7 @@ from engine.protocol.messages import Dead, Ready, Report
 from engine.utils.processes.child import ChildProcess, anonymous_file
 from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
-from server.http.keys import Keys
+from server.keys import Keys
 from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
 from server.serving.response_store import MEMORY
 from server.serving.service import STARTED
@@ -45,9 +45,8 @@ WATCH_SECONDS = 0.1
 GRACE_SECONDS = DRAIN_RESPONSE_SECONDS + 10  # after the drain limit, before a worker that did not exit is killed
 
 
-async def serve_workers(config: ServerConfig, run_engine: Run = run_loop) -> None:
+async def serve_workers(config: ServerConfig, keys: Keys, run_engine: Run = run_loop) -> None:
     """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
-    keys = Keys.take(config, os.environ)
     listener = open_listener(config, keys)
     try:
         listener.listen(backlog(config))

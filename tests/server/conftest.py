@@ -20,7 +20,7 @@ from engine.client.async_client import make_client
 from engine.config import EngineConfig
 from server.app import create_app
 from server.config import ServerConfig
-from server.http.keys import Keys
+from server.keys import Keys
 from server.serving.service import Service
 from server.workers.http_server import listen, uvicorn_config
 

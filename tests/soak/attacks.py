@@ -29,7 +29,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from tests.soak.attack_clients import ATTACKS, summaries
-from tests.soak.serving import ENVIRONMENT, IDLE_GAUGES, Serving
+from tests.soak.serving import ENVIRONMENT, IDLE_GAUGES, Serving, command_of
 from tests.soak.watch import GOOD, Watch, ask, processes_of, quantile, resident
 
 MIB = 2**20
@@ -259,7 +259,7 @@ class Campaign:
         """SIGKILL of one of two API workers while both serve."""
         cell = Cell("worker_killed", (self.worker_killed.__doc__ or "").strip())
         with self.server("--http-workers", "2") as server:
-            workers = [pid for pid in server.child_pids() if pid != server.engine_pid]
+            workers = [pid for pid in server.child_pids() if "API worker" in command_of(pid)]
             idle = resident(server.process.pid)
             with Watch(server.url, server.process.pid) as watch:
                 time.sleep(1)

@@ -41,8 +41,9 @@ class Serving:
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process id: the server's child with the most resident memory."""
-        return max(self.child_pids(), key=resident)
+        """The engine's process id. Raises ValueError if there is no such process now."""
+        (found,) = (pid for pid in self.child_pids() if "the engine process" in command_of(pid))
+        return found
 
     def child_pids(self) -> list[int]:
         """Return the process ids of the server's children."""
@@ -55,6 +56,14 @@ class Serving:
     def memory(self) -> dict[str, int]:
         """Return the resident bytes of server and engine."""
         return {"server": resident(self.process.pid), "engine": resident(self.engine_pid)}
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def resident(pid: int) -> int:

@@ -10,7 +10,8 @@ from engine.errors import ConfigError
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.errors import WireError
-from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS, Keys
+from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS, check_key
+from server.keys import Keys
 from tests.server.http.test_bodies import error_of
 
 ONE, OTHER, ADMIN = "sk-one-qzvxa", "sk-other-qzvxb", "admin-qzvxc"
@@ -30,7 +31,7 @@ def bearer(key):
 
 def refusal(keys, path, presented=None):
     with pytest.raises(WireError) as caught:
-        keys.check(path, presented)
+        check_key(keys, path, presented)
     return caught.value
 
 
@@ -71,15 +72,15 @@ def _routes(app):
 
 @pytest.mark.parametrize("path", INFERENCE)
 def test_an_inference_route_takes_each_api_key_and_nothing_else(both, path):
-    both.check(path, ONE)
-    both.check(path, OTHER)
+    check_key(both, path, ONE)
+    check_key(both, path, OTHER)
     for presented in (None, "", ONE[:-1], ONE + "x", ADMIN, "caf\xe9", f"{ONE} {OTHER}"):
         assert refusal(both, path, presented).status == 401
 
 
 @pytest.mark.parametrize("path", CONTROL)
 def test_an_admin_route_takes_the_admin_key_only_and_is_off_without_one(both, path):
-    both.check(path, ADMIN)
+    check_key(both, path, ADMIN)
     for presented in (None, ONE, ADMIN.upper()):
         assert refusal(both, path, presented).status == 401
     assert refusal(Keys([ONE]), path, ONE).code == "admin_disabled"
@@ -88,9 +89,9 @@ def test_an_admin_route_takes_the_admin_key_only_and_is_off_without_one(both, pa
 
 def test_without_api_keys_inference_is_open_and_probes_always_are(both):
     for path in INFERENCE:
-        Keys(admin=[ADMIN]).check(path, None)
+        check_key(Keys(admin=[ADMIN]), path, None)
     for path in OPEN_PATHS:
-        both.check(path, None)
+        check_key(both, path, None)
 
 
 def test_keys_come_from_file_and_environment_together(tmp_path):
@@ -99,8 +100,8 @@ def test_keys_come_from_file_and_environment_together(tmp_path):
     environ = {"ENCORE_API_KEYS": f" {OTHER} , third,", "ENCORE_ADMIN_KEYS": ADMIN}
     keys = Keys.load(ServerConfig(api_key_file=str(path)), environ)
     for key in (ONE, OTHER, "third"):
-        keys.check("/generate", key)
-    keys.check("/graphs/warm", ADMIN)
+        check_key(keys, "/generate", key)
+    check_key(keys, "/graphs/warm", ADMIN)
     assert str(keys) == "3 for inference, 1 for admin"
 
 

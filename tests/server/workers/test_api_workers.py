@@ -24,10 +24,10 @@ from engine.client.supervisor import RestartPolicy
 from engine.config import EngineConfig
 from engine.utils.processes.child import running_children
 from server.config import ServerConfig
-from server.http.keys import Keys
+from server.keys import Keys
 from server.workers.http_server import listen
 from server.workers.manager import WorkerManager
-from tests.soak.serving import ENVIRONMENT, Serving, serving
+from tests.soak.serving import ENVIRONMENT, Serving, command_of, serving
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")
 SHORT = {"prompt": "red fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True,
@@ -53,8 +53,7 @@ def children(pid: int) -> list[int]:
 
 
 def api_workers(server: Serving) -> list[int]:
-    engine = server.engine_pid
-    return [pid for pid in children(server.process.pid) if pid != engine]
+    return [pid for pid in children(server.process.pid) if "API worker" in command_of(pid)]
 
 
 def connections_of(pid: int) -> int:
