@@ -17,13 +17,13 @@ ROW_MULTIPLE = 16
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ as float32 [N, n], accumulated in float32, for x [N, k] and W [n, k] of one dtype.
+    """Return x Wᵀ as float32 [N, n], accumulated in float32, for x [N, k] and W [n, k] of one dtype, or W in float32.
 
-    On CUDA it is one GEMM. A CPU has no 16-bit GEMM with a float32 result, so blocks of W are converted one after the
-    other; this reads W from memory once, like a 16-bit GEMM.
+    On CUDA it is one GEMM. A CPU has no 16-bit GEMM with a float32 result, so blocks of a 16-bit W are converted one
+    after the other, which takes about as long as the GEMM.
     """
     if weight.dtype == torch.float32:
-        return F.linear(x, weight)
+        return F.linear(x, weight) if x.dtype == torch.float32 else _linear_cpu(x.float(), weight)
     if weight.is_cuda:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     outputs, inputs = weight.shape
@@ -38,7 +38,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ, by oneDNN if this torch has it: for few rows it is up to twice as fast as F.linear."""
-    if torch.backends.mkldnn.is_available():
+    """Return x Wᵀ, by oneDNN if this torch has it: it is faster than F.linear, except for 2 and 3 rows."""
+    if torch.backends.mkldnn.is_available() and len(x) not in (2, 3):
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)

@@ -1,10 +1,11 @@
 """CPU weight formats: choose one for --cpu-weight-format, load a GGUF file into it, quantise a model to int4.
 
-Accesses models only through `linears` and `weight_slots`.
+Accesses models only through `linears`, `weight_slots`, `embedding` and `lm_head`.
 """
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.errors import ConfigError, ModelError
+from engine.layers.float32_table import Float32Embedding, Float32Head
 from engine.layers.int4 import Int4Linear, fits_int4, int4_available
 from engine.layers.linear import Linear
 from engine.models import DenseModel, ModelConfig, build_model, config_from_dict
@@ -23,6 +25,9 @@ _DTYPE_OF_FORMAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch
 
 KEEP_DENSE_BYTES = 1 << 30
 """A 4-bit model also keeps its bfloat16 matrices, for prefill, if they are no larger than this in total."""
+
+FLOAT32_HEAD_BYTES = 1 << 30
+"""A 4-bit model stores its head in float32 if that takes no more than this."""
 
 
 def has_fast_bf16() -> bool:
@@ -112,9 +117,10 @@ def load_gguf(
 def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
     """Quantise the projections of a loaded bfloat16 CPU model to int4 in place, layer by layer. Lossy.
 
-    For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised. Parameter
-    addresses change, so call it before graphs are captured. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises
-    ModelError for a shard of a tensor-parallel model, and for a model that is not a DenseModel.
+    For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised: the head
+    gets float32 storage. Parameter addresses change, so call it before graphs are captured. `keep_dense` None: decide
+    by KEEP_DENSE_BYTES. Raises ModelError for a shard of a tensor-parallel model, and for a model that is not a
+    DenseModel.
     """
     if not isinstance(model, DenseModel):
         raise ModelError(f"{model.config.architecture} can't be quantised; use cpu_weight_format bf16 or fp32")
@@ -129,6 +135,23 @@ def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
             if old.bias is not None and new.bias is not None:
                 new.bias.data.copy_(old.bias)
             setattr(parent, attribute, new)
+    head = model.lm_head.weight
+    if _store_head_in_float32(model):
+        with torch.no_grad():
+            model.lm_head.weight.copy_(head)
+
+
+def _store_head_in_float32(model: DenseModel) -> bool:
+    """Replace the head, and the embedding if it is tied to it, by empty ones in float32 storage, unless too large."""
+    size = (model.config.vocab_size, model.config.hidden_size)
+    if 4 * math.prod(size) > FLOAT32_HEAD_BYTES:
+        return False
+    if model.config.tie_word_embeddings:
+        model.embedding = Float32Embedding(*size, model.dtype)
+        model.lm_head = Float32Head(*size, model.dtype, tied=model.embedding.weight)
+    else:
+        model.lm_head = Float32Head(*size, model.dtype)
+    return True
 
 
 def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
@@ -138,6 +161,7 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
     each other after each one: beside another busy process, 12 s instead of 0.6 s for 135M parameters.
     """
     keep = _dense_copies_fit(model)
+    _store_head_in_float32(model)
     prefixes = {id(owner): prefix for prefix, owner in _projection_prefixes(model)}
     found: list[tuple[nn.Module, str, list[str]]] = []
     for _, parent, attribute in model.linears():

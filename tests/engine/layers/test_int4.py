@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention.kv_cache import KVCache
 from engine.errors import ConfigError, ModelError
 from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
+from engine.loader import cpu_formats
 from engine.loader.cpu_formats import choose_cpu_format, load_gguf, quantize_model
 from tests.engine.checkpoint.gguf_samples import write_gguf
 from tests.support.attention import prefill_attention
@@ -193,6 +195,35 @@ def test_dense_copies_are_kept_only_on_demand(tmp_path: Path) -> None:
         model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="bf16")[1]
         quantize_model(model, keep_dense=keep)
         assert (model.layers[0].mlp.down.weight is not None) == keep
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("quantises", [True, False], ids=["quantised", "read"])
+def test_the_head_of_a_4bit_model_is_stored_in_float32(tmp_path: Path, tied: bool, quantises: bool) -> None:
+    """Its values, and those of an embedding that is tied to it, are those of the 16-bit model."""
+    path = str(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", tied=tied)
+    exact, model = (load_gguf(path, cpu_weight_format=form)[1] for form in ("bf16", "bf16" if quantises else "int4"))
+    if quantises:
+        quantize_model(model)
+    ids, hidden = torch.tensor([5, 9, 44]), random_weight(3, model.config.hidden_size).bfloat16()
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.embed(ids).dtype == torch.bfloat16 and torch.equal(model.embed(ids), exact.embed(ids))
+    assert torch.equal(model.compute_logits(hidden), F.linear(exact.norm(hidden).float(), exact.lm_head.weight.float()))
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    slot, address = model.weight_slots()[name], model.lm_head.weight.data_ptr()
+    assert slot.dtype == torch.bfloat16 and torch.equal(slot.read(), exact.weight_slots()[name].read())
+    update = random_weight(*slot.shape, seed=1)
+    slot.write(update)
+    assert torch.equal(slot.read(), update.bfloat16()) and model.lm_head.weight.data_ptr() == address
+    assert torch.equal(model.lm_head.weight, update.bfloat16().float())
+    assert torch.equal(model.embed(ids), update[ids].bfloat16() if tied else exact.embed(ids))
+
+
+def test_a_head_that_would_take_too_much_memory_stays_in_16_bits(tmp_path: Path, monkeypatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    monkeypatch.setattr(cpu_formats, "FLOAT32_HEAD_BYTES", 1000)
+    assert load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1].lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("requested", "dtype", "is_4bit", "chosen"), [
