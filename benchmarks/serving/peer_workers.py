@@ -167,7 +167,7 @@ class LlamaCpp:
     def _context(self, rows: int) -> Any:
         if rows not in self.contexts:
             params = self.api.llama_context_default_params()
-            params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 256 * rows, 512, 512, rows
+            params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 1024 * rows, 512, 512, rows
             params.n_threads = params.n_threads_batch = self.threads
             self.contexts[rows] = self.api.llama_init_from_model(self.model, params)
             if not self.contexts[rows]:
