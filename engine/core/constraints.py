@@ -63,12 +63,15 @@ class Constraints:
 
     # ---- before the scheduler --------------------------------------------------------------------------------------
 
-    def compile(self, params: SamplingParams) -> Future[CompiledGrammar]:
-        """Return the future of a constrained request's grammar. Raises RequestError if the model has no tokenizer."""
+    def compile(self, params: SamplingParams, rank: int = 0) -> Future[CompiledGrammar]:
+        """Return the future of a constrained request's grammar. Raises RequestError if the model has no tokenizer.
+
+        `rank` as in GrammarCompiler.compile.
+        """
         assert params.structured_outputs is not None
         if self._compiler is None:
             raise params.structured_outputs.error(": needs the model's tokenizer, and this model has none")
-        return self._compiler.compile(params.structured_outputs)
+        return self._compiler.compile(params.structured_outputs, rank)
 
     def begin(self, request: EngineRequest) -> bool:
         """Start a constrained request. Returns whether it may be scheduled now; else `compiled` returns it later.
@@ -87,7 +90,7 @@ class Constraints:
             raise
 
     def _begin_grammar(self, request: EngineRequest) -> bool:
-        future = self.compile(request.params)
+        future = self.compile(request.params, request.index)
         if not future.done():
             self._compiling[request.request_id] = (request, future)
             return False
@@ -121,10 +124,15 @@ class Constraints:
         return list(self._compiling)
 
     def forget(self, request_id: str) -> bool:
-        """Drop an ended request. Returns whether it was waiting for its grammar."""
+        """Drop an ended request, and its grammar if no other waits for it. Returns whether it was waiting for it."""
         self._matchers.pop(request_id, None)
         self._rules.pop(request_id, None)
-        return self._compiling.pop(request_id, None) is not None
+        waiting = self._compiling.pop(request_id, None)
+        if waiting is None:
+            return False
+        if all(future is not waiting[1] for _, future in self._compiling.values()):
+            waiting[1].cancel()  # does nothing once its compilation has begun
+        return True
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.checks import check
 from engine.text.grammars.vocabulary import VocabularySource
 
-PEAK_BYTES = 512 << 20  # while a constraint is compiled, beyond what the vocabulary takes
+PEAK_BYTES = 256 << 20  # while a constraint is compiled, beyond what the vocabulary takes; several may be at a time
 HELD_BYTES = 32 << 20  # by a compiled constraint: every sequence that follows it takes as much
 
 
 def main(pipe: Connection, source: VocabularySource) -> None:
-    """Send None once ready, then answer each StructuredOutputs with what `check` returns. Runs until the pipe ends."""
+    """Send None once ready, then answer each StructuredOutputs with `_check` of it. Runs until the pipe ends."""
     tokenizer = source.load()
     _limit_memory()
     pipe.send(None)
@@ -32,14 +32,21 @@ def main(pipe: Connection, source: VocabularySource) -> None:
         pipe.send(_check(outputs, tokenizer))
 
 
-def _check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[str, str]:
-    ctypes.CDLL(None).malloc_trim(0)  # memory that an earlier constraint left free would hide what this one takes
+def _check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[str, int, str]:
+    """Return the grammar, the bytes that it takes when compiled, and why it is refused."""
+    _trim_memory()  # what an earlier constraint left free would hide what this one takes
     before = _memory_bytes(1)
     matcher, grammar, reason = check(outputs, tokenizer)
-    held = _memory_bytes(1) - before if matcher is not None else 0
+    held = max(len(grammar), _memory_bytes(1) - before) if matcher is not None else 0
+    del matcher
+    _trim_memory()  # the engine's process compiles it next
     if held > HELD_BYTES:
-        return "", f": takes {held >> 20} MiB when compiled, and at most {HELD_BYTES >> 20} are allowed; simplify it"
-    return grammar, reason
+        reason = f": takes {held >> 20} MiB when compiled, and at most {HELD_BYTES >> 20} are allowed; simplify it"
+    return ("", 0, reason) if reason else (grammar, held, "")
+
+
+def _trim_memory() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _limit_memory() -> None:

@@ -26,8 +26,8 @@ class GrammarChecker:
         self._child: ChildProcess | None = None
         self._stopped = False
 
-    def check(self, outputs: StructuredOutputs) -> str:
-        """Return the constraint's grammar for llguidance.
+    def check(self, outputs: StructuredOutputs) -> tuple[str, int]:
+        """Return the constraint's grammar for llguidance, and the bytes that it takes when it is compiled.
 
         Raises RequestError if the constraint is invalid, unsupported, too large or too slow, and EngineError if no
         process starts.
@@ -38,14 +38,14 @@ class GrammarChecker:
             if not child.pipe.poll(self._seconds):
                 self.close()
                 raise outputs.error(f": takes more than {self._seconds:g} s to compile; simplify it")
-            grammar, reason = child.pipe.recv()
+            grammar, nbytes, reason = child.pipe.recv()
         except (EOFError, OSError) as error:
             logger.warning("a structured output was refused: %s while compiling it", child.exit_reason())
             self.close()
             raise outputs.error(": takes too much memory to compile; simplify it") from error
         if reason:
             raise outputs.error(reason)
-        return grammar
+        return grammar, nbytes
 
     def stop(self) -> None:
         """Kill the process, for good. A check that runs fails; `close` must follow."""

@@ -6,18 +6,20 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.checker import CHECK_SECONDS, GrammarChecker
 from engine.text.grammars.checks import parser_limits
+from engine.text.grammars.fair_pool import FairPool
 from engine.text.grammars.matcher import CompiledGrammar, fill_threads
 from engine.text.grammars.vocabulary import VocabularySource
 
 MAX_WORKERS = 4  # constraints compiled at a time: each has a thread, and a checking process once it is needed
 MAX_CACHED = 256
+MAX_CACHED_BYTES = 256 << 20  # of compiled constraints that no request follows; the newest is always kept
 COPY_SECONDS = 0.01  # time to spend on compiling a constraint again, so that more threads can fill its masks
 
 
@@ -31,7 +33,7 @@ class GrammarCompiler:
     def __init__(self, source: VocabularySource, max_workers: int = MAX_WORKERS, check_seconds: float = CHECK_SECONDS):
         self.source = source
         self._seconds = check_seconds
-        self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="grammars")
+        self._threads = FairPool(max_workers, "grammars")
         self._lock = threading.Lock()
         self._load_lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
@@ -40,31 +42,32 @@ class GrammarCompiler:
         self._closed = False
         self._vocabulary: LLTokenizer | None = None
 
-    def compile(self, outputs: StructuredOutputs) -> Future[CompiledGrammar]:
+    def compile(self, outputs: StructuredOutputs, rank: int = 0) -> Future[CompiledGrammar]:
         """Return the future of a constraint's grammar, which callers share.
 
-        It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit.
+        It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit. `rank` is the
+        number of constraints of the same client request before it, which make way for other requests.
         """
         with self._lock:
             future = self._cache.get(outputs)
             if future is not None:
                 self._cache.move_to_end(outputs)
                 return future
-            future = self._cache[outputs] = self._threads.submit(self._compile, outputs)
+            future = self._cache[outputs] = self._threads.submit(rank, lambda: self._compile(outputs))
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
-        future.add_done_callback(lambda done: self._forget_failed(outputs, done))
+        future.add_done_callback(lambda done: self._on_done(outputs, done))
         return future
 
     def close(self) -> None:
         """Stop the threads and the checking processes. Constraints that still wait are cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.cancel_all()
         with self._lock:
             self._closed = True
             checkers = list(self._checkers)
         for checker in checkers:
             checker.stop()
-        self._threads.shutdown(wait=True)
+        self._threads.join()
         for checker in self._checkers:
             checker.close()
 
@@ -72,7 +75,7 @@ class GrammarCompiler:
         vocabulary = self._load_vocabulary()
         checker = self._take_checker()
         try:
-            grammar = checker.check(outputs)
+            grammar, nbytes = checker.check(outputs)
         finally:
             self._idle.put(checker)
         started = time.perf_counter()
@@ -81,7 +84,7 @@ class GrammarCompiler:
             raise outputs.error(f": {matchers[0].get_error()}")
         copies = COPY_SECONDS / max(time.perf_counter() - started, 1e-9)
         matchers += [_matcher(vocabulary, grammar) for _ in range(min(int(copies), fill_threads() - 1))]
-        return CompiledGrammar(matchers)
+        return CompiledGrammar(matchers, nbytes * len(matchers))
 
     def _load_vocabulary(self) -> LLTokenizer:
         with self._load_lock:
@@ -100,12 +103,26 @@ class GrammarCompiler:
                     checker.stop()
             return checker
 
-    def _forget_failed(self, outputs: StructuredOutputs, done: Future[CompiledGrammar]) -> None:
-        """Drop a failure from the cache: its error names the field of one caller."""
-        if done.cancelled() or done.exception() is not None:
-            with self._lock:
+    def _on_done(self, outputs: StructuredOutputs, done: Future[CompiledGrammar]) -> None:
+        """Keep the cache within its bytes, and drop a failure from it: its error names the field of one caller."""
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
                 if self._cache.get(outputs) is done:
                     del self._cache[outputs]
+                return
+            sizes = {key: _nbytes(future) for key, future in self._cache.items()}
+            total = sum(sizes.values())
+            for key in list(self._cache)[:-1]:  # the least recently used first
+                if total <= MAX_CACHED_BYTES:
+                    return
+                if sizes[key]:
+                    total -= sizes[key]
+                    del self._cache[key]
+
+
+def _nbytes(future: Future[CompiledGrammar]) -> int:
+    """Return the bytes of a compiled constraint; 0 if it is not compiled yet."""
+    return future.result().nbytes if future.done() and not future.cancelled() and not future.exception() else 0
 
 
 def _matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:

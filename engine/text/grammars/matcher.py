@@ -32,11 +32,11 @@ class CompiledGrammar:
     """A grammar that sequences may start to follow. Not thread-safe.
 
     Copies of one of llguidance's matchers hold a lock in turn, so that more threads fill their masks no sooner.
-    `natives` are therefore compiled independently of each other, at most one per thread.
+    `natives` are therefore compiled independently of each other, at most one per thread. `nbytes` is what they take.
     """
 
-    def __init__(self, natives: Sequence[LLMatcher]):
-        self._natives = natives
+    def __init__(self, natives: Sequence[LLMatcher], nbytes: int = 0):
+        self._natives, self.nbytes = natives, nbytes
         self._started: list[weakref.WeakSet[GrammarMatcher]] = [weakref.WeakSet() for _ in natives]
 
     def start(self) -> GrammarMatcher:

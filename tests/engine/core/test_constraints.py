@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -234,6 +235,20 @@ def test_requests_wait_for_their_grammar_without_stopping_others(make_engine):
     }  # fmt: skip
     assert isinstance(events["bad"][-1].refusal, RequestError) and len(tokens(events["good"])) == 2
     assert loop.stats().ended == {"length": 1, "error": 1, "stop": 1, "abort": 1}
+
+
+def test_the_grammars_of_ended_requests_are_not_compiled(make_engine):
+    """Else one request with many slow grammars would hold up those of others after it was refused."""
+    loop = make_engine().loop
+    slow = [constrained({"json": {"type": "integer", "multipleOf": 999_983 - 2 * number}}) for number in range(12)]
+    for number, params in enumerate(slow):
+        loop.add(dataclasses.replace(request(str(number), PROMPTS[0], params), index=number))
+    waiting = [loop.constraints.compile(params) for params in slow]
+    loop.abort([str(number) for number in range(12)])
+    assert sum(future.cancelled() for future in waiting) >= 8 and loop.constraints.num_compiling == 0
+    began = time.monotonic()
+    loop.add(request("good", PROMPTS[1], constrained({"regex": "ab"})))
+    assert tokens(drain(loop)["good"]) and time.monotonic() - began < 30
 
 
 def test_a_grammar_that_exceeds_its_limits_ends_only_its_request(engine):

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars import compiler as compiler_module
 from engine.text.grammars import matcher as matcher_module
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.matcher import CompiledGrammar, MatcherPool, forbid, forbid_rows, mask_words
@@ -36,6 +37,19 @@ def test_a_constraint_is_compiled_once(compiler):
     first = compiler.compile(StructuredOutputs(regex="abc", field="regex"))
     assert compiler.compile(StructuredOutputs(regex="abc")) is first
     assert first.result(60) is not compiled(compiler, regex="abcd")
+
+
+def test_the_cache_holds_no_more_bytes_than_allowed_and_the_newest_constraint(source, monkeypatch):
+    compiler = GrammarCompiler(source, max_workers=1)
+    sizes = [compiled(compiler, choice=tuple(f"{turn}-{number}" for number in range(500))).nbytes for turn in range(3)]
+    assert min(sizes) > 2_000
+    futures = [compiler.compile(StructuredOutputs(choice=(f"kept {turn}",))) for turn in range(2)]
+    assert [compiler.compile(StructuredOutputs(choice=(f"kept {turn}",))) for turn in range(2)] == futures
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_BYTES", 1)
+    newest = compiler.compile(StructuredOutputs(regex="new"))
+    assert newest.result(60) and compiler.compile(StructuredOutputs(regex="new")) is newest
+    assert compiler.compile(StructuredOutputs(choice=("kept 1",))) is not futures[1]
+    compiler.close()
 
 
 def test_failures_name_the_field_of_each_caller(compiler):
