@@ -85,6 +85,12 @@ def _checked_function(place: str, tool: Any) -> str:
                              ("strict", bool, "true or false")):  # fmt: skip
         if function.get(key) is not None and not isinstance(function[key], kind):
             raise RequestError(f"{place}.function.{key} must be {shown}", param="tools")
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object":
+        raise RequestError(
+            f'{place}.function.parameters.type must be "object", found {str(kind)[:40]!r}: arguments have names',
+            param="tools",
+        )
     return name
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import Reasoning, StructuredOutputs
+from engine.text.parsing.call_schemas import choices_of, properties_of, refuse_strict, required_of, types_of
 from engine.text.parsing.formats import Format
 from engine.text.parsing.tool_use import ToolUse
-from engine.text.parsing.xml_format import resolved, types_of
 
 Tag = dict[str, Any]
 ANY_TEXT: Tag = {"type": "any_text"}
@@ -54,17 +55,27 @@ class CallTags:
         self._use, self._has_special = use, has_special
 
     def only(self, format_: type[Format]) -> Tag:
-        """Return the format of an output that is one call or more."""
+        """Return the format of an output that is one call or more. Raises RequestError."""
+        self._refuse_unfollowed(format_)
         return _ONLY[format_.name](self)
+
+    def _refuse_unfollowed(self, format_: type[Format]) -> None:
+        if format_.name in ("qwen3_coder", "pythonic"):
+            for name in sorted(self._use.strict & self._use.functions.keys()):
+                refuse_strict(name, self._use.functions[name], format_.name)
 
     def within_text(self, format_: type[Format]) -> Tag:
         """Return the format of text that may hold calls."""
+        self._refuse_unfollowed(format_)
         if format_.first_openers:  # the whole output is calls, or text that doesn't begin like them
-            opener = format_.first_openers[0]
-            text: Tag = {"type": "regex", "pattern": rf"[^\s\{opener}](.|\n)*"}
+            first, anywhere = format_.first_openers[0], re.escape(format_.openers[0])
+            text: Tag = {"type": "regex", "pattern": rf"[^\s\{first}](.|\n)*"}
+            if not self._has_special(format_.openers[0]):  # free text holds no special tokens, but may spell others
+                start, within = rf"/[^\s\{first}](.|\n)*/", f"/(.|\\n)*{anywhere}(.|\\n)*/"
+                text = {"type": "grammar", "grammar": f"start: TEXT\nTEXT: {start} & ~{within}\n"}
             return {"type": "or", "elements": [self.only(format_), text, _text("")]}
         return {
-            "type": "triggered_tags", "triggers": [format_.openers[0]], "tags": _TAGS[format_.name](self),
+            "type": "triggered_tags", "triggers": list(format_.openers), "tags": _TAGS[format_.name](self),
             "stop_after_first": self._use.max_calls == 1,
         }  # fmt: skip
 
@@ -106,11 +117,18 @@ class CallTags:
 
     def qwen3_coder(self) -> list[Tag]:
         """Return the tags of Qwen3-Coder's calls. Parameters come in the order of their schema."""
+        return self._qwen3_tags("<tool_call>\n", "\n</tool_call>")
+
+    def qwen3_coder_within_text(self) -> list[Tag]:
+        """Return the tags of Qwen3-Coder's calls, which its models also write without `<tool_call>`."""
+        return [*self.qwen3_coder(), *self._qwen3_tags("", "")]
+
+    def _qwen3_tags(self, before: str, after: str) -> list[Tag]:
         return [
             {
-                "type": "tag", "begin": f"<tool_call>\n<function={name}>\n",
+                "type": "tag", "begin": f"{before}<function={name}>\n",
                 "content": {"type": "sequence", "elements": self._parameters(name)},
-                "end": "</function>\n</tool_call>",
+                "end": f"</function>{after}",
             }
             for name in self._use.functions
         ]  # fmt: skip
@@ -143,9 +161,9 @@ class CallTags:
         return _sequence([_text("["), self._separated(tags, ", "), _text("]")])
 
     def _parameters(self, function: str) -> list[Tag]:
-        required = _required(self._use.functions[function])
+        required = required_of(self._use.functions[function])
         elements = [_text("")]
-        for key, schema in _properties(self._use.functions[function]).items():
+        for key, schema in properties_of(self._use.functions[function]).items():
             tag = {
                 "type": "tag", "begin": f"<parameter={key}>\n", "content": self._untagged(function, schema),
                 "end": "\n</parameter>\n",
@@ -155,25 +173,26 @@ class CallTags:
 
     def _untagged(self, function: str, schema: Mapping[str, Any]) -> Tag:
         """Return the format of a value between tags: strings are written without quotes."""
-        if types_of(schema) != {"string"}:
+        if types_of(schema, schema) != {"string"}:
             return self._value(function, schema)
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        choices = choices_of(schema, schema)
+        if choices is not None:
             return {"type": "or", "elements": [_text(one) for one in choices]}
+        is_strict = function in self._use.strict
+        if is_strict and isinstance(schema.get("pattern"), str):
+            return {"type": "regex", "pattern": _unanchored(schema["pattern"])}
         low, high = schema.get("minLength", 0), schema.get("maxLength")
-        if isinstance(schema.get("pattern"), str):
-            return {"type": "regex", "pattern": schema["pattern"].removeprefix("^").removesuffix("$")}
-        if low or high is not None:
+        if _is_length(low) and (high is None or _is_length(high)) and (low or high is not None):
             return {"type": "regex", "pattern": f"[^<]{{{low},{'' if high is None else high}}}"}
         return ANY_TEXT
 
     def _keywords(self, function: str) -> Tag:
         """Return the format of keyword arguments: the required ones in order, then the optional ones that are given."""
         schema = self._use.functions[function]
-        required = _required(schema)
+        required = required_of(schema)
         written = {
             key: _sequence([_text(f"{key}="), self._value(function, value)])
-            for key, value in _properties(schema).items()
+            for key, value in properties_of(schema).items()
         }
         first = [one for key, one in written.items() if key in required]
         others = [one for key, one in written.items() if key not in required]
@@ -187,6 +206,17 @@ class CallTags:
             for place, one in enumerate(others)
         ]
         return {"type": "or", "elements": [*starts, _text("")]}
+
+
+def _unanchored(pattern: str) -> str:
+    """Return a pattern that matches the whole text where the given one finds a part that reaches to its anchors."""
+    end = len(pattern) - len(pattern.rstrip("$"))
+    escapes = len(pattern.rstrip("$")) - len(pattern.rstrip("$").rstrip("\\"))
+    return (pattern[:-1] if end and not (end == 1 and escapes % 2) else pattern).removeprefix("^")
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _with_reasoning(answer: StructuredOutputs, reasoning: Reasoning | None) -> StructuredOutputs:
@@ -228,24 +258,10 @@ def _optional(tag: Tag) -> Tag:
     return {"type": "or", "elements": [tag, _text("")]}
 
 
-def _required(schema: Mapping[str, Any]) -> Sequence[Any]:
-    required = schema.get("required")
-    return required if isinstance(required, list) else []
-
-
-def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of an object's properties, with the definitions that they may refer to."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {key: {**resolved(one, schema), **shared} for key, one in properties.items() if isinstance(one, Mapping)}
-
-
 _TAGS: Mapping[str, Callable[[CallTags], list[Tag]]] = {
     "hermes": CallTags.hermes,
     "mistral": CallTags.mistral,
-    "qwen3_coder": CallTags.qwen3_coder,
+    "qwen3_coder": CallTags.qwen3_coder_within_text,
 }
 _ONLY: Mapping[str, Callable[[CallTags], Tag]] = {
     "hermes": CallTags.only_hermes,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from engine.text.parsing.call_schemas import resolved, types_of
 from engine.text.parsing.formats import Block, Closed, Format
 from engine.text.parsing.json_values import parse_json, to_json
 
 _OPEN_FUNCTION, _CLOSE_FUNCTION, _CLOSE_CALL = "<function=", "</function>", "</tool_call>"
-_MAX_REFERENCES = 8  # that lead to one another
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>]{1,256})>(?P<body>.*)</function>\s*", re.DOTALL)
 # A value may contain "</parameter>": it ends only before the next parameter, or at the end.
 _PARAMETER = re.compile(
@@ -71,7 +71,7 @@ class _TagBlock(Block):
         while parameter := _PARAMETER.match(body, at):
             at = parameter.end()
             key = parameter["key"].strip()
-            arguments[key] = _typed(_without_newlines(parameter["value"]), _schema_of(schema, key))
+            arguments[key] = _typed(_without_newlines(parameter["value"]), _types_of(schema, key))
         if body[at:].strip():
             return None
         try:
@@ -85,30 +85,14 @@ def _without_newlines(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def _schema_of(schema: Mapping[str, Any], key: str) -> Any:
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return resolved(found, schema) if isinstance(found, Mapping) else None
+def _types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Return the JSON types of a function's parameter; empty if its schema names none."""
+    properties = resolved(schema, schema).get("properties")
+    return types_of(properties.get(key), schema) if isinstance(properties, Mapping) else set()
 
 
-def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with its `$ref` into `root` replaced by what it refers to. Other references are kept."""
-    for _ in range(_MAX_REFERENCES):
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        target: Any = root
-        for name in reference[2:].split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
-        if not isinstance(target, Mapping):
-            break
-        schema = {**target, **{name: value for name, value in schema.items() if name != "$ref"}}
-    return schema
-
-
-def _typed(text: str, schema: Any) -> Any:
+def _typed(text: str, types: set[str]) -> Any:
     """Return the value of a parameter: JSON if its schema allows other types than strings, else the text."""
-    types = types_of(schema)
     if types <= {"string"} and types:
         return text
     try:
@@ -121,19 +105,3 @@ def _typed(text: str, schema: Any) -> Any:
         return text
     # Without a declared type, only objects and lists are read as JSON: "007" stays a string.
     return value if types or isinstance(value, (dict, list)) else text
-
-
-def types_of(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        for one in options if isinstance(options, list) else ():
-            types |= types_of(one)
-    values = schema.get("enum")
-    if not types and isinstance(values, list) and all(isinstance(value, str) for value in values):
-        types = {"string"}
-    return types

@@ -64,6 +64,10 @@ def test_the_final_message_is_continued(server):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "can't set"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking", "differ"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "boolean"}}}]},
+            "tools", "tools[0].function.parameters.type must be \"object\"",
+        ),
         ({"tools": [TOOL, {"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[1].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools", "twice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]}, "tools", "parameters"),

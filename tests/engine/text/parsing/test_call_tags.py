@@ -157,3 +157,89 @@ def test_keywords_that_can_not_be_followed_are_refused_for_strict_functions_only
     assert LLMatcher(PLAIN[0], translate(strict, PLAIN[0]), log_level=0).is_error()
     with pytest.raises(RequestError, match="tools"):
         raise strict.error(": x")
+
+
+def of_parameter(schema, **root):
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False} | root
+
+
+FOLLOWED = {
+    "constant": of_parameter({"const": "abc"}),
+    "constants": of_parameter({"oneOf": [{"const": "red"}, {"enum": ["blue"]}]}),
+    "numbers": of_parameter({"enum": [1, 2, 3]}),
+    "mixed": of_parameter({"enum": ["1", 2]}),
+    "all_of_one": of_parameter({"allOf": [{"$ref": "#/$defs/c"}], "title": "x"}, **{"$defs": {"c": {"enum": ["p"]}}}),
+    "escaped_reference": of_parameter({"$ref": "#/$defs/a~1b"}, **{"$defs": {"a/b": {"type": "boolean"}}}),
+    "other_parameter": {
+        "type": "object", "properties": {"b": {"type": "boolean"}, "a": {"$ref": "#/properties/b"}}, "required": ["a"],
+    },
+    "recursion": {"type": "object", "properties": {"kids": {"type": "array", "maxItems": 1, "items": {"$ref": "#"}}},
+                  "required": ["kids"], "additionalProperties": False},
+    "root_reference": {"$ref": "#/$defs/o", "$defs": {"o": of_parameter({"type": "boolean"})}},
+    "dollar": of_parameter({"type": "string", "pattern": "^[0-9]\\$$"}),
+    "anything": of_parameter(True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("required", [True, False], ids=["required", "auto"])
+@pytest.mark.parametrize("case", FOLLOWED)
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_arguments_written_one_by_one_follow_their_schema(name, case, required):
+    import jsonschema
+
+    use = ToolUse(functions={"f": FOLLOWED[case]}, strict=frozenset("f"), required=required)
+    outputs, calls = constraint(name, use), 0
+    for seed in range(12):
+        text, is_complete = walk(outputs, PLAIN, seed, limit=250)
+        for part in parsed(name, text, use) if is_complete else ():
+            if isinstance(part, ToolCall):
+                jsonschema.validate(json.loads(part.arguments), FOLLOWED[case])
+                calls += 1
+            elif required and case != "anything":  # a number beyond those of JSON is no call
+                pytest.fail(f"no call: {text!r}")
+    assert calls or not required or case in ("anything", "recursion")
+
+
+NOT_FOLLOWED = {
+    "'anyOf' of its parameters": {"type": "object", "anyOf": [{"required": ["a"]}]},
+    "'minProperties' of its parameters": {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+    "required parameter 'b'": {"type": "object", "properties": {}, "required": ["b"]},
+    "'a', which allows no value": of_parameter(False),
+}
+NOT_FOLLOWED_BETWEEN_TAGS = {
+    "'maxLength' of the parameter 'a'": of_parameter({"type": "string", "pattern": "a", "maxLength": 3}),
+    "'format' of the parameter 'a'": of_parameter({"type": "string", "format": "date"}),
+    "'not' without a type": of_parameter({"not": {"type": "string"}}),
+    "name of the parameter 'a>b'": {"type": "object", "properties": {"a>b": {"type": "string"}}},
+}
+
+
+@pytest.mark.parametrize("reason", [*NOT_FOLLOWED, *NOT_FOLLOWED_BETWEEN_TAGS])
+@pytest.mark.parametrize("required", [True, False])
+def test_schemas_that_a_format_can_not_follow_are_refused_for_strict_functions_only(reason, required):
+    schema = (NOT_FOLLOWED | NOT_FOLLOWED_BETWEEN_TAGS)[reason]
+    for name in ("qwen3_coder", "pythonic") if reason in NOT_FOLLOWED else ("qwen3_coder",):
+        with pytest.raises(RequestError, match=f"tools: the function 'f' is strict, .* {name} can't follow .*{reason}"):
+            constraint(name, ToolUse(functions={"f": schema}, strict=frozenset("f"), required=required))
+        if required:
+            matcher(constraint(name, ToolUse(functions={"f": schema}, required=True)))
+
+
+def test_keywords_of_python_calls_are_names():
+    use = ToolUse(functions={"f": {"properties": {"a-b": {"type": "string"}}}}, strict=frozenset("f"), required=True)
+    with pytest.raises(RequestError, match="'a-b', which is no name in Python"):
+        constraint("pythonic", use)
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen3_coder", "hi <function=f>\n<parameter=b>\n5\n</parameter>\n</function>"),
+    ("llama3_json", 'hi <|python_tag|>{"name": "f", "parameters": {"b": 5}}'),
+    ("pythonic", "hi <|python_start|>[f(b=5)]"),
+])  # fmt: skip
+def test_free_text_holds_no_opener_of_a_call(name, text):
+    use = ToolUse(functions={"f": of_parameter({"type": "boolean"})}, strict=frozenset("f"))
+    outputs = constraint(name, use)
+    assert any(isinstance(part, ToolCall) for part in parsed(name, text, use))
+    assert not accepts(outputs, text) and accepts(outputs, "hi <there>, |all|")
+    if name == "qwen3_coder":
+        assert accepts(outputs, "hi <function=f>\n<parameter=a>\ntrue\n</parameter>\n</function>")
