@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
@@ -201,6 +201,18 @@ class Wire(BaseModel):
     )
 
     place: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Leave out the fields that are null, which stands for "not given" wherever a field may be left out."""
+        if not isinstance(body, dict) or None not in body.values():
+            return body
+        fields = cls.model_fields
+        return {
+            name: value for name, value in body.items()
+            if value is not None or name not in fields or fields[name].is_required()
+        }  # fmt: skip
 
     def refuse_unsupported(self) -> None:
         """Raise RequestError for an unknown field, and for one of another API that would change the output.
