@@ -32,6 +32,7 @@ from graph_cache.keys import (
     GRAPHS_OFF,
     NOT_CAPTURED,
     OTHER_MODES,
+    REPEATED,
     STALE,
     UNKNOWN_VARIANT,
     GraphKey,
@@ -229,6 +230,9 @@ class GraphCache:
             if modes_active():
                 site.buffers.check(tensors, rows)
                 return self.run_unpadded(self.plan(name, rows), tensors, OTHER_MODES)
+            if len(set(map(id, tensors.values()))) < len(tensors):  # its buffers would be several
+                site.buffers.check(tensors, rows)
+                return self.run_unpadded(self.plan(name, rows), tensors, REPEATED)
             self.check_addresses(site=name)  # other sites check theirs at their own calls
             plan = self.plan(name, rows)
             if plan.key not in site.observed and not site.refusal:

@@ -21,6 +21,7 @@ STALE = "stale_address"
 EVICTED = "evicted"
 WARMING_UP = "warming_up"  # training only
 OTHER_MODES = "other_modes"
+REPEATED = "repeated_tensor"
 REASONS = (
     GRAPHS_OFF,
     ABOVE_MAX,
@@ -106,4 +107,6 @@ class IdentityKey:
         return self.value is other.value or bound and self.value == other.value
 
     def __hash__(self) -> int:
-        return hash(type(self.value))
+        if isinstance(self.value, types.MethodType):
+            return hash((id(self.value.__self__), id(self.value.__func__)))
+        return id(self.value)  # not of its type, which may change

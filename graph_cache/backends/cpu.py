@@ -98,9 +98,10 @@ class CpuBackend:
         recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder, refuse_host_reads(recorder.is_constant), recorder.observing_seeds():
+            with recorder, refuse_host_reads(recorder.may_read), recorder.observing_seeds():
                 fn()
                 recorder.check_generators()
+                recorder.check_refusals()
         except BaseException:
             recorder.undo()
             for generator, state in states:

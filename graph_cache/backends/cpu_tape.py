@@ -99,6 +99,10 @@ class Tape:
     kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # buffers that outlive the run, left in place
 
 
+def _has_no_memory(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf._is_zerotensor()  # noqa: SLF001
+
+
 class TapeRecorder(DecomposingMode):
     """Dispatch mode that runs operations and records them. Use as a context manager, then read `tape`.
 
@@ -116,6 +120,7 @@ class TapeRecorder(DecomposingMode):
         self._generators = {generator._cdata: generator for generator in generators}
         self._generator_states = self._read_generators()  # after the last recorded operation
         self._seeded = False  # the run has set the state of one of them
+        self._refusal: CaptureRefused | None = None
         self._buffer_of: dict[int, int] = {}
         self._literals: set[int] = set()  # storages of tensors made from Python values
         self._constant_storages: set[int] = set()  # storages computed without outside tensors or randomness
@@ -136,7 +141,11 @@ class TapeRecorder(DecomposingMode):
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
             return self.decompose(func, args, kwargs)
-        self._refuse(func, args, kwargs)
+        try:
+            self._refuse(func, args, kwargs)
+        except CaptureRefused as refusal:
+            self._refusal = refusal
+            raise
         lifted = func is aten.lift_fresh.default
         if lifted:
             # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
@@ -148,6 +157,11 @@ class TapeRecorder(DecomposingMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.check_generators()
         result = self.run(func, args, kwargs)
+        if any(map(_has_no_memory, tree_flatten((inputs, result))[0])):
+            self._refusal = CaptureRefused(
+                f"{func} in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad), whose zeros have no memory"
+            )
+            raise self._refusal
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._generator_states = self._read_generators()
         if lifted:
@@ -207,8 +221,20 @@ class TapeRecorder(DecomposingMode):
             storage.copy_(before)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor holds the same values in every run, so that the host may read it."""
+        """Return whether the tensor holds the same values in every run."""
         return tensor.untyped_storage()._cdata in self._constant_storages
+
+    def may_read(self, tensor: torch.Tensor) -> bool:
+        """Return whether the host may read the tensor's values, which makes them a part of the capture."""
+        if self.is_constant(tensor):
+            return True
+        self._refusal = CaptureRefused("the host reads a tensor's values, and a replay would not read them again")
+        return False
+
+    def check_refusals(self) -> None:
+        """Raise CaptureRefused if an operation or a read was refused, and the code caught the exception."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def touched_memory(self) -> bool:
         """Return whether a recorded call read or wrote a tensor. An optimizer's profiler marks are calls, too."""

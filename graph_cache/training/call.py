@@ -29,8 +29,13 @@ from graph_cache.torch_settings import (
 )
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
+
+class Repeated(int):
+    """Stands for an argument that is an earlier tensor argument too: its index among the tensors."""
+
+
 # Exact types only: a subclass may define its own equality.
-PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Repeated))
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ TENSOR = "<tensor>"  # placeholder of a tensor argument among the values
 def flatten_call(
     args: tuple, kwargs: dict[str, Any], training: bool, ambient_state: Hashable = None
 ) -> tuple[CallKey, list[Tensor]]:
-    """Return the key of a call and its tensor arguments, in order."""
+    """Return the key of a call and its tensor arguments, in order; a tensor that is given several times comes once."""
     if not kwargs and all(isinstance(argument, Tensor) for argument in args):
         tensors, values = list(args), (TENSOR,) * len(args)  # flat: skip tree_flatten
         structure = _flat_structure(len(args), ())
@@ -95,6 +100,8 @@ def flatten_call(
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    if _has_repeated(tensors):
+        tensors, values = _without_repeated(tensors, values)
     grad, autocast = records_gradients(), autocast_state()
     signatures = tuple(
         [
@@ -115,6 +122,30 @@ def flatten_call(
         _leaves(tensors) if any(autocast) else (),
     )
     return key, tensors
+
+
+def _has_repeated(tensors: Sequence[Tensor]) -> bool:
+    return len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors)
+
+
+def _without_repeated(tensors: Sequence[Tensor], values: tuple[Any, ...]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """Return each tensor once, and the values with Repeated in the place of further ones."""
+    indices: dict[int, int] = {}
+    found: list[Tensor] = []
+    marked: list[Any] = []
+    remaining = iter(tensors)
+    for value in values:
+        if value is not TENSOR:
+            marked.append(value)
+            continue
+        tensor = next(remaining)
+        if id(tensor) in indices:
+            marked.append(Repeated(indices[id(tensor)]))
+        else:
+            indices[id(tensor)] = len(found)
+            found.append(tensor)
+            marked.append(TENSOR)
+    return found, tuple(marked)
 
 
 def _leaves(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -217,7 +248,7 @@ class Expected:
         if autocast_state() != self._autocast or settings() != self._settings:
             return None
         tensors = args if self._only_tensors and not kwargs else self._match_leaves(args, kwargs)
-        if tensors is None:
+        if tensors is None or _has_repeated(tensors):
             return None
         for tensor, signature in zip(tensors, self._signatures, strict=True):
             if (
@@ -237,6 +268,9 @@ class Expected:
         for leaf, (value, expected_type) in zip((*args, *kwargs.values()), self._values, strict=True):
             if value is TENSOR:
                 found.append(leaf)
+            elif expected_type is Repeated:
+                if leaf is not found[value]:
+                    return None
             elif isinstance(leaf, Tensor) or type(leaf) is not expected_type or leaf != value:
                 return None
             elif expected_type is float and not leaf and _type_of(leaf) is NegativeZero:
@@ -247,7 +281,10 @@ class Expected:
 def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
     """Return the arguments of a call of this key with these tensors."""
     remaining = iter(tensors)
-    leaves = [next(remaining) if value is TENSOR else value for value in key.values]
+    leaves = [
+        next(remaining) if value is TENSOR else tensors[value] if type(value) is Repeated else value
+        for value in key.values
+    ]
     return tree_unflatten(leaves, key.structure)
 
 

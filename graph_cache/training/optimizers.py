@@ -25,16 +25,18 @@ def observe_steps(callback: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def settings_of(optimizer: Optimizer) -> Hashable:
-    """Return the settings that a graph holds as constants: learning rates, betas, parameters of each group.
+    """Return the settings that a graph holds as constants: learning rates, betas, parameters of each group, and hooks.
 
     Tensors are read by the graph, so they count by identity only.
     """
-    return tuple(
-        [
+    hooks = (vars(optimizer)["_optimizer_step_pre_hooks"], vars(optimizer)["_optimizer_step_post_hooks"])
+    return (
+        *[tuple((key, IdentityKey(hook)) for key, hook in registry.items()) for registry in hooks],
+        *[
             (name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
             for group in optimizer.param_groups
             for name in sorted(group)
-        ]
+        ],
     )
 
 
