@@ -196,6 +196,11 @@ class GenerateBody(Wire):
 
     def _params(self, given: Mapping[str, Any], logprob_ids: list[int]) -> SamplingParams:
         refuse_foreign(SAMPLING, given, "sampling_params.")
+        for name, place in _OUTSIDE_SAMPLING.items():
+            if given.get(name) is not None:
+                raise RequestError(f"{name!r} in sampling_params is not read: use {place} beside it", param=name)
+        if self.top_logprobs_num and not self.return_logprob:
+            raise RequestError("top_logprobs_num requires return_logprob=true", param="top_logprobs_num")
         values: dict[str, Any] = {"max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
         for name, value in given.items():
             if name in FOREIGN_FIELDS[SAMPLING] or name in SGLANG_NAMES:
@@ -203,7 +208,7 @@ class GenerateBody(Wire):
             ours = _SGLANG_NAMES.get(name, name)
             if ours != name and value is not None and given.get(ours) is not None:
                 raise RequestError(
-                    f"sampling_params has {name} and {ours}, which are aliases; provide only one", param=name
+                    f"sampling_params has {name!r} and {ours!r}, which are aliases; provide only one", param=name
                 )
             if value is not None or name in ("max_new_tokens", "max_tokens"):
                 values[ours] = value
@@ -217,6 +222,14 @@ class GenerateBody(Wire):
                 values["prompt_logprobs"] = self.top_logprobs_num
         constraints = {name: given.get(name) for name in ("structured_outputs", *SGLANG_NAMES)}
         return SamplingParams.from_dict(values | {"structured_outputs": constraint(constraints)})
+
+
+# Sampling parameters of the OpenAI routes that SGLang's format has beside sampling_params, under other names.
+_OUTSIDE_SAMPLING = {
+    "logprobs": "return_logprob and top_logprobs_num",
+    "prompt_logprobs": "return_logprob and logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
+}
 
 
 def _drop_ignored(given: dict[str, Any]) -> None:

@@ -363,6 +363,11 @@ class OpenAISampling(Wire):
             self.stream_options.refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options requires stream=true", param="stream_options")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats and not self.include_usage:
+            raise RequestError(
+                "stream_options.continuous_usage_stats requires include_usage=true",
+                param="stream_options.continuous_usage_stats",
+            )
 
 
 SHARED_SAMPLING_FIELDS = (
@@ -389,7 +394,7 @@ class CompletionBody(OpenAISampling):
         if self.chooses_best:
             assert self.best_of is not None
             if self.best_of < (self.n or 1):
-                raise RequestError(f"best_of={self.best_of} is less than n={self.n}: raise it", param="best_of")
+                raise RequestError(f"best_of={self.best_of} is less than n={self.n or 1}: raise it", param="best_of")
             if self.stream:
                 raise RequestError("best_of other than n is not available with stream=true", param="best_of")
             overrides |= {"n": self.best_of, "logprobs": self.logprobs or 0}

@@ -119,6 +119,10 @@ def test_logprobs_of_output_and_prompt(server):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
+        ({"text": "a", "sampling_params": {"logprobs": 2}}, "logprobs"),
+        ({"text": "a", "return_logprob": True, "sampling_params": {"prompt_logprobs": 2}}, "prompt_logprobs"),
+        ({"text": "a", "sampling_params": {"logprob_token_ids": [1]}}, "logprob_token_ids"),
+        ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({}, "text"),
         ({"text": "a", "input_ids": [1]}, "text"),
         ({"text": ""}, "text"),

@@ -208,6 +208,7 @@ def test_unknown_model_is_a_404(server, path):
         ({"logprobs": True}, "logprobs"),
         ({"stream": 1}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"best_of": 0}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"max_completion_tokens": 4}, "max_completion_tokens"),
