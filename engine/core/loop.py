@@ -484,8 +484,8 @@ class EngineLoop:
         The last report is always a Dead, also after an error, which it then names. Closes the loop.
         """
         reason, is_lost, next_report, captures = "", False, 0.0, None
-        last_busy = time.monotonic()
         gc.collect()
+        last_busy = time.monotonic()
         try:
             while True:
                 if captures != (captures := self.runner.cache.stats.captures.total()):

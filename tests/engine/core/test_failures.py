@@ -129,12 +129,13 @@ def test_the_counters_of_a_request_are_sent_before_its_end(make_engine):
 def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
     """A capture takes half a second on a CPU. It begins once no request came for a while, or beside running ones."""
     engine = make_engine(warmup="background")
-    commands = iter([None, None, Submit([request("a", PROMPTS[0], greedy(3))])])
+    commands = iter([None, Submit([request("a", PROMPTS[0], greedy(3))])])
     sent, quiet = [], time.monotonic() + 20
 
     def receive(timeout):
-        time.sleep(min(timeout, 0.01))
-        return next(commands, Stop() if engine.loop.stats().graphs["captures"] or time.monotonic() > quiet else None)
+        has_ended = sent and sent[-1][0].finish_reason and engine.loop.stats().graphs["captures"]
+        time.sleep(0.0 if not sent else min(timeout, 0.01))
+        return next(commands, Stop() if has_ended or time.monotonic() > quiet else None)
 
     def send(report):
         captures = list(engine.loop.stats().graphs["captures"])

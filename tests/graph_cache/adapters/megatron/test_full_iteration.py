@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 
 import pytest
 import torch
@@ -299,7 +298,7 @@ def test_model_chunks_have_separate_buffers():
         return [gpt(0, num_layers=1, post_process=False), gpt(1, num_layers=1, pre_process=False)]
 
     def each(run, model, step):
-        return iterate(run, model, step, data=list(itertools.tee(batches(step))), forward_step_func=forward_step)
+        return iterate(run, model, step, data=[batches(step), batches(step)], forward_step_func=forward_step)
 
     run, stats = graphed(two_stages)
     ours, captured = train(run, chunks(), each=each), where[-2 * MICRO :]
