@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
@@ -44,7 +45,7 @@ class _UncachedRequest(Request):
         """Parse what `body` read; once."""
         content, self._unparsed = self._unparsed, b""
         if len(content) <= LARGE_BYTES:
-            return json.loads(content)
+            return _loaded(content)
         # One at a time: between two of them the event loop does the other work that is due.
         async with self.app.state.large_body:
             await asyncio.sleep(0)
@@ -56,7 +57,27 @@ def _parsed(content: bytes) -> Any:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(content)
+        return _loaded(content)
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _loaded(content: bytes) -> Any:
+    """Parse JSON. Raises JSONDecodeError for invalid JSON, HTTPException for other bodies that can't be read.
+
+    FastAPI replaces other exceptions by one that doesn't say what is wrong.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise HTTPException(400, "the body has too many nested objects and lists: flatten it") from error
+    except UnicodeDecodeError as error:
+        raise HTTPException(
+            400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}; send JSON in UTF-8"
+        ) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python refuses to convert so many digits
+        limit = sys.get_int_max_str_digits()
+        raise HTTPException(400, f"the body has an integer of more than {limit} digits: shorten it") from error

@@ -27,7 +27,7 @@ from engine.errors import (
     WeightUpdateError,
 )
 from server.observability.logs import FIELDS
-from server.schemas.field_paths import field_path
+from server.schemas.field_paths import OBJECTS, field_path
 
 log = logging.getLogger("encore.server")
 
@@ -160,6 +160,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 _HTTP_NAMES: Mapping[int, tuple[str, str | None]] = {
+    400: (INVALID, "invalid_value"),
     404: ("not_found_error", "route_not_found"),
     405: (INVALID, "method_not_allowed"),
 }
@@ -173,9 +174,12 @@ def _first_error(exc: RequestValidationError) -> tuple[str, str | None]:
         reason = error.get("ctx", {}).get("error", "")
         return f"the body is not valid JSON: {reason}".rstrip(": "), None
     message = str(error.get("msg", "invalid")).removeprefix("Value error, ")
+    if not loc and error.get("type") == "string_unicode":
+        return "the name of a field contains a lone surrogate, which is not valid Unicode: correct it", None
     if not loc:
         return f"the body must be a JSON object: {message}", None
-    return f"{field_path(error['loc'][1:])}: {message}", loc[0]
+    path = field_path(error["loc"][1:])
+    return f"{path}: {message}", path if loc[0] in OBJECTS else loc[0]
 
 
 def _retry_header(seconds: int | None) -> dict[str, str]:

@@ -76,7 +76,7 @@ class BodyLimit:
     """Read bodies up to `max_bytes` within `seconds`, all of them together within a budget.
 
     Refuses a larger body and one of more than `max_items` items with 413, a slow one with 408, one without room with
-    503, and one that is not declared as JSON with 415. The body counts until its route calls
+    503, and one that is compressed or not declared as JSON with 415. The body counts until its route calls
     `state["upload"].release`, or its request is over.
     """
 
@@ -89,12 +89,14 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         with self._budget.upload() as upload:
+            headers = Headers(scope=scope)
             try:
+                self._check_size(int(headers.get("content-length", 0)))
                 body = await self._read(receive, upload)
                 if body is None:  # the client disconnected while sending
                     return
                 if body:
-                    _check_content_type(Headers(scope=scope))
+                    _check_content_type(headers)
                     _check_items(body, self.max_items)
             except WireError as refusal:
                 upload.release()  # before the rest of the body is discarded
@@ -113,6 +115,14 @@ class BodyLimit:
 
             await self.app(scope, replay, send)
 
+    def _check_size(self, size: int) -> None:
+        """Refuse a body of at least `size` bytes: declared by Content-Length before any of it is read, or received."""
+        if size > self.max_bytes:
+            raise WireError(
+                413, f"the body is larger than the limit of {self.max_bytes} bytes (--max-body-bytes): shorten it",
+                code="body_too_large",
+            )  # fmt: skip
+
     async def _read(self, receive: Receive, upload: Upload) -> bytes | None:
         """Return the whole body, or None if the client left. Raises WireError as soon as a limit is exceeded."""
         async with upload.arriving(self.seconds):
@@ -122,10 +132,7 @@ class BodyLimit:
                     return None
                 upload.is_complete = not message.get("more_body", False)
                 chunk = message.get("body", b"")
-                if len(upload.content) + len(chunk) > self.max_bytes:
-                    raise WireError(
-                        413, f"the body is larger than the limit of {self.max_bytes} bytes", code="body_too_large"
-                    )
+                self._check_size(len(upload.content) + len(chunk))
                 upload.add(chunk)
                 if upload.is_complete:
                     return upload.take()
@@ -161,6 +168,13 @@ async def _discard(receive: Receive, seconds: float) -> None:
 
 
 def _check_content_type(headers: Headers) -> None:
+    """Refuse a body that is not declared as JSON, or as compressed."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise WireError(
+            415, f"the body's content encoding is {encoding[:80]}; send it uncompressed, without Content-Encoding",
+            code="unsupported_media_type",
+        )  # fmt: skip
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json" or (
         content_type.startswith("application/") and content_type.endswith("+json")

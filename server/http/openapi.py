@@ -21,7 +21,7 @@ REASONS = {
     404: "Unknown model or route",
     408: "The request took too long to arrive",
     413: "The body is larger than the limit",
-    415: "The body is not declared as JSON",
+    415: "The body is compressed or not declared as JSON",
     429: "The queue is full; retry after Retry-After seconds",
     431: "Chunk extensions and trailers of the body are too long",
     500: "The engine failed to process this request",

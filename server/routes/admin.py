@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 
+from server.http.body_route import BodyRoute
 from server.http.errors import WireError
 from server.http.openapi import ADMIN_REFUSALS, answered_by
 from server.schemas import responses as answers
@@ -18,7 +19,7 @@ from server.schemas.requests import WeightsBody
 from server.serving.server_details import server_details
 from server.serving.service import Service
 
-router = APIRouter(tags=["admin"], responses=ADMIN_REFUSALS)
+router = APIRouter(tags=["admin"], responses=ADMIN_REFUSALS, route_class=BodyRoute)
 log = logging.getLogger("encore.server")
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 _SCALARS = frozenset(("str", "int", "float", "bool", "bytes"))  # tried types of a union
 
+OBJECTS = frozenset(("stream_options",))  # fields that are one object, with fields of its own
+
 
 def field_path(loc: Sequence[int | str]) -> str:
     """Return the path of pydantic's error location as the caller sent it, such as "messages[0].role".
@@ -16,7 +18,9 @@ def field_path(loc: Sequence[int | str]) -> str:
     for part in loc[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif isinstance(earlier, int) and part.isidentifier() and part.islower() and part not in _SCALARS:
+        elif not (isinstance(earlier, int) or earlier in OBJECTS):
+            break
+        elif part.isidentifier() and part.islower() and part not in _SCALARS:
             path += f".{part}"
         else:
             break

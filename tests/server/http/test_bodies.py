@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -10,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from server.config import ServerConfig
+from server.http.body_route import LARGE_BYTES
 from server.schemas import requests as schemas
 from server.schemas.generate import GenerateBody
 
@@ -43,7 +45,23 @@ def error_of(response, status):
     ],
 )
 def test_an_invalid_json_object_is_a_400(server, path, content):
-    error_of(server.http.post(path, content=content, headers=JSON), 400)
+    assert error_of(server.http.post(path, content=content, headers=JSON), 400)["code"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", "too many nested objects and lists"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "an integer of more than 4300 digits"),
+        (b'{"prompt": "caf\xe9"}', "not valid UTF-8: invalid continuation byte at byte 15"),
+        (b'{"prompt": "a", "\\ud800": 1}', "the name of a field contains a lone surrogate"),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, LARGE_BYTES])
+def test_a_body_that_cannot_be_read_is_a_400_that_says_why(server, content, message, padding):
+    body = content + b" " * padding
+    error = error_of(server.http.post("/v1/completions", content=body, headers=JSON), 400)
+    assert message in error["message"] and error["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -85,6 +103,20 @@ def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, 
         assert answer.startswith(b"HTTP/1.1 413 ") and b"\r\nconnection: close\r\n" in answer.lower()
         connection.sendall(rest)  # the rest is read and dropped, not reset
         assert connection.recv(65536) == b""
+
+
+def test_a_declared_size_above_the_limit_is_refused_before_any_of_the_body_arrives(start_server):
+    server = start_server(max_body_bytes=2048)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2049\r\n"
+    for expect in (b"", b"Expect: 100-continue\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head + expect + b"\r\n")
+            answer = b""
+            while not answer.endswith(b"}}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 413 ") and b"--max-body-bytes" in answer
+    server.wait_idle()
 
 
 def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(start_server):
@@ -204,6 +236,18 @@ def test_a_body_of_too_many_items_is_a_413_before_it_is_parsed(server, item):
 def test_a_body_that_is_not_declared_as_json_is_a_415(server, kind):
     response = server.http.post("/generate", content=b'{"text": "a"}', headers={"Content-Type": kind})
     assert "application/json" in error_of(response, 415)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_a_compressed_body_is_a_415(server, encoding):
+    content = gzip.compress(b'{"text": "a"}')
+    response = server.http.post("/generate", content=content, headers=JSON | {"Content-Encoding": encoding})
+    assert f"content encoding is {encoding}" in error_of(response, 415)["message"]
+
+
+def test_the_content_encoding_identity_is_accepted(server):
+    body = {"text": "red", "sampling_params": {"max_new_tokens": 1}}
+    server.post("/generate", body, headers={"Content-Encoding": "Identity"}).raise_for_status()
 
 
 def test_an_unknown_route_is_a_404_with_the_error_body(server):
