@@ -296,12 +296,14 @@ def _logit_bias(value: Any) -> LogitBias | None:
         return None
     if not isinstance(value, Mapping) or len(value) > MAX_BIASED_TOKENS:
         raise _invalid("logit_bias", value, f"an object of at most {MAX_BIASED_TOKENS} token ids and numbers")
-    return LogitBias(
-        {
-            _integer("logit_bias", token_id, 0, INT64_MAX): _number("logit_bias", bias, -100.0, 100.0)
-            for token_id, bias in value.items()
-        }
-    )
+    for token_id in value:
+        is_id = isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= int(token_id) <= INT64_MAX:
+            raise RequestError(
+                f"the keys of logit_bias must be token ids from 0 to {INT64_MAX}; found {_describe(token_id)}",
+                param="logit_bias",
+            )
+    return LogitBias({int(token_id): _number("logit_bias", bias, -100.0, 100.0) for token_id, bias in value.items()})
 
 
 def _int_keys(bias: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -83,7 +83,7 @@ OF_BODY = {
         "best_of": "generate this many sequences and return the best n",
     },
     "ChatBody": {
-        "max_completion_tokens": "maximum number of generated tokens; precedes max_tokens",
+        "max_completion_tokens": "maximum number of generated tokens; equals max_tokens if both are sent",
         "logprobs": "logprobs of the tokens in the answer",
         "top_logprobs": "with logprobs: the most likely tokens to list",
         "include_reasoning": "false: leave the reasoning out of the answer",

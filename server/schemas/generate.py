@@ -128,6 +128,8 @@ class GenerateBody(Wire):
     def sampling(self, count: int) -> list[SamplingParams]:
         """Return one SamplingParams per prompt, for `count` prompts."""
         given = self.sampling_params or {}
+        for one in [given] if isinstance(given, dict) else given:
+            _refuse_outside_names(one)
         if isinstance(given, dict):
             with naming(self.sent_names(0)):
                 shared = [self._params(given, ids) for ids in self._logprob_ids(count)]
@@ -196,9 +198,6 @@ class GenerateBody(Wire):
 
     def _params(self, given: Mapping[str, Any], logprob_ids: list[int]) -> SamplingParams:
         refuse_foreign(SAMPLING, given, "sampling_params.")
-        for name, place in _OUTSIDE_SAMPLING.items():
-            if given.get(name) is not None:
-                raise RequestError(f"{name!r} in sampling_params is not read: use {place} beside it", param=name)
         if self.top_logprobs_num and not self.return_logprob:
             raise RequestError("top_logprobs_num requires return_logprob=true", param="top_logprobs_num")
         values: dict[str, Any] = {"max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
@@ -230,6 +229,12 @@ _OUTSIDE_SAMPLING = {
     "prompt_logprobs": "return_logprob and logprob_start_len",
     "logprob_token_ids": "token_ids_logprob",
 }
+
+
+def _refuse_outside_names(given: Mapping[str, Any]) -> None:
+    for name, place in _OUTSIDE_SAMPLING.items():
+        if given.get(name) is not None:
+            raise RequestError(f"{name!r} in sampling_params is not read: use {place} beside it", param=name)
 
 
 def _drop_ignored(given: dict[str, Any]) -> None:

@@ -343,6 +343,11 @@ class OpenAISampling(Wire):
             if self.truncation_side is not None:
                 raise RequestError("truncation_side requires truncate_prompt_tokens", param="truncation_side")
             return None
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens=0 leaves nothing of the prompt: give at least 1, or -1 to keep what fits",
+                param="truncate_prompt_tokens",
+            )
         return Truncation(self.truncate_prompt_tokens, self.truncation_side == "right")
 
     @property
@@ -443,12 +448,17 @@ class Message(Wire):
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         texts = []
-        for part in self.content:
+        for number, part in enumerate(self.content):
             part_type = part.get("type")
-            text = part.get(part_type) if part_type in ("text", "refusal") else None
-            if not isinstance(text, str):
+            if part_type not in ("text", "refusal"):
                 raise RequestError(
                     f"{place}.content has a part of type {str(part_type)[:40]!r}; only text is supported",
+                    param="messages",
+                )
+            text = part.get(part_type)
+            if not isinstance(text, str):
+                raise RequestError(
+                    f"{place}.content[{number}].{part_type} must be a string, found {type(text).__name__}",
                     param="messages",
                 )
             texts.append(text)
@@ -563,6 +573,11 @@ class ChatBody(ConversationFields, OpenAISampling):
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. Without a maximum, the output is limited by the context length."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.max_tokens not in (None, limit):
+            raise RequestError(
+                f"max_completion_tokens={limit} and max_tokens={self.max_tokens} differ: send only one",
+                param="max_completion_tokens",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import RequestError
 from engine.text.parsing.tool_use import ToolUse
+from graph_cache.validation import did_you_mean
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
+MAX_NESTING = 200  # levels of objects and lists in a tool; chat templates fail at some hundreds
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME_CHARS}}}")
 
 _FUNCTION = {
@@ -23,6 +26,8 @@ _FUNCTION = {
     },
     "required": ["name"],
 }
+_TEMPLATE_KEYS = ("return", "response")  # of a function, which some chat templates read
+_FUNCTION_KEYS = (*_FUNCTION["properties"], *_TEMPLATE_KEYS)
 _NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 _CHOICE_OBJECT = {
     "type": "object",
@@ -60,6 +65,7 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
         raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools", param="tools")
     seen: set[str] = set()
     for index, tool in enumerate(value):
+        _check_values(f"tools[{index}]", tool)
         name = _checked_function(f"tools[{index}]", tool)
         if name in seen:
             raise RequestError(f"tools[{index}].function.name {name!r} is used twice: rename one", param="tools")
@@ -81,6 +87,10 @@ def _checked_function(place: str, tool: Any) -> str:
         raise RequestError(
             f"{place}.function.name must be 1 to {MAX_NAME_CHARS} letters, digits and any of _.:/-", param="tools"
         )
+    for key, found in function.items():
+        if found is not None and key not in _FUNCTION_KEYS:
+            hint = did_you_mean(key, _FUNCTION_KEYS) or "; remove it"
+            raise RequestError(f"{place}.function.{key[:64]} is not a known field{hint}", param="tools")
     for key, kind, shown in (("description", str, "a string"), ("parameters", dict, "a JSON schema as an object"),
                              ("strict", bool, "true or false")):  # fmt: skip
         if function.get(key) is not None and not isinstance(function[key], kind):
@@ -92,6 +102,28 @@ def _checked_function(place: str, tool: Any) -> str:
             param="tools",
         )
     return name
+
+
+def _check_values(place: str, tool: Any) -> None:
+    """Refuse what Python's JSON parser reads and a chat template, a grammar or UTF-8 can't take."""
+    depth, level = 0, [tool] if isinstance(tool, (dict, list)) else []
+    while level:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise RequestError(f"{place} is nested more than {MAX_NESTING} levels deep: flatten it", param="tools")
+        level = [part for one in level for part in _parts(one)]
+    try:
+        json.dumps(tool, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{place} contains a lone surrogate, which is not valid Unicode", param="tools") from error
+    except ValueError as error:
+        raise RequestError(f"{place} contains NaN or an infinite number, which is not JSON", param="tools") from error
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    """Return the objects and lists in an object or list."""
+    values = value.values() if isinstance(value, dict) else value
+    return (one for one in values if isinstance(one, (dict, list)))
 
 
 def tool_use(tools: list[dict[str, Any]], choice: Any, parallel: bool | None) -> ToolUse | None:

@@ -12,10 +12,9 @@ class Truncation:
     limit: int
     keeps_start: bool = False
 
-    def apply(self, ids: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
-        """Return the tokens to keep, in a context of max_model_len with max_tokens (default 1) to generate."""
-        room = max_model_len - (1 if max_tokens is None else max_tokens)
-        limit = max(room, 0) if self.limit == -1 else self.limit
+    def apply(self, ids: list[int], max_model_len: int, num_output: int) -> list[int]:
+        """Return the tokens to keep, in a context of max_model_len with num_output to generate. At least one."""
+        limit = max(max_model_len - num_output, 1) if self.limit == -1 else self.limit
         if len(ids) <= limit:
             return ids
         return ids[:limit] if self.keeps_start else ids[len(ids) - limit :]

@@ -369,7 +369,8 @@ class Service:
         Checks here what the engine would refuse later, so that the error names the field `param`.
         """
         if truncation is not None:
-            kept = truncation.apply(ids, self.client.info().max_model_len, params.max_tokens)
+            reserved = max(1, params.min_tokens if params.max_tokens is None else params.max_tokens)
+            kept = truncation.apply(ids, self.client.info().max_model_len, reserved)
             ids, prompt = kept, prompt if len(kept) == len(ids) else None
         info = self.client.info()
         params.check_vocab(info.vocab_size)
@@ -380,6 +381,12 @@ class Service:
                 f"{len(ids)} prompt tokens and {max_tokens} to generate exceed the context of {info.max_model_len} "
                 "tokens: shorten the prompt or ask for fewer",
                 param=param if len(ids) >= info.max_model_len else "max_tokens",
+            )
+        if len(ids) + params.min_tokens > info.max_model_len:
+            raise PromptTooLong(
+                f"{len(ids)} prompt tokens and min_tokens={params.min_tokens} exceed the context of "
+                f"{info.max_model_len} tokens: shorten the prompt or lower min_tokens",
+                param="min_tokens",
             )
         params.check_hidden_states(info.hidden_state_size)
         if params.return_hidden_states:

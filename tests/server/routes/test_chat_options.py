@@ -7,6 +7,7 @@ import json
 import pytest
 
 from engine.text.conversation import Conversation
+from server.schemas.tools import MAX_NESTING, checked_tools
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "red"}]
@@ -95,11 +96,42 @@ def test_options_without_an_effect_are_accepted(server):
         assert prompt_of(server, **fields) == plain, fields
 
 
-def test_a_lone_surrogate_in_a_tool_is_an_error(server):
-    tool = {"type": "function", "function": {"name": "f", "description": "\\ud800"}}
-    body = json.dumps({"messages": MESSAGES, "tools": [tool]}).replace("\\\\ud800", "\\ud800")
-    response = server.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+def nested(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"description": "\ud800"}, "tools[1] contains a lone surrogate"),
+        ({"parameters": {"x": float("nan")}}, "tools[1] contains NaN or an infinite number"),
+        ({"parameters": {"x": float("-inf")}}, "tools[1] contains NaN or an infinite number"),
+        ({"parameters": nested(MAX_NESTING)}, f"tools[1] is nested more than {MAX_NESTING} levels"),
+        ({"parameters": nested(900)}, f"tools[1] is nested more than {MAX_NESTING} levels"),
+        ({"paramters": {"type": "object"}}, "tools[1].function.paramters is not a known field; did you mean"),
+        ({"\ud800": 1}, "tools[1] contains a lone surrogate"),
+        ({"zzzzzz": 1}, "tools[1].function.zzzzzz is not a known field; remove it"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_mistake_in_a_function_is_an_error_that_names_its_place(server, path, function, message):
+    tools = [TOOL, {"type": "function", "function": {"name": "f", **function}}]
+    content = json.dumps({"messages": MESSAGES, "tools": tools})
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "tools" and error["code"] == "invalid_value" and message in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "function", [{"parameters": nested(MAX_NESTING - 10)}, {"return": {"type": "string"}}, {"paramters": None}]
+)
+def test_tools_that_a_template_can_take_are_accepted(function):
+    tools = [{"type": "function", "function": {"name": "f", **function}}]
+    assert checked_tools(tools) == tools
 
 
 def test_own_templates_need_the_operators_consent(server, start_server):

@@ -35,6 +35,8 @@ def sampling(**params):
         (GENERATE, sampling(sampling_seed=2**70), "sampling_seed"),
         (GENERATE, sampling(no_stop_trim="yes"), "no_stop_trim"),
         (GENERATE, {"return_logprob": True, "top_logprobs_num": 10**5}, "top_logprobs_num"),
+        (GENERATE, {"return_logprob": True, **sampling(logprobs=2)}, "logprobs"),
+        (GENERATE, sampling(min_new_tokens=256, max_new_tokens=None), "min_new_tokens"),
         (GENERATE, {"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]}, "max_new_tokens"),
         (GENERATE, {"text": ["a", "b"], "sampling_params": [{"max_tokens": 3}, {"max_new_tokens": 999}]},
          "max_new_tokens"),
@@ -48,7 +50,7 @@ def test_an_error_names_the_field_that_was_sent(server, base, options, param):
     error = response.json()["error"]
     assert error["param"] == param
     if "context of" not in error["message"]:
-        assert error["message"].startswith(param) or param == "input_ids"
+        assert error["message"].removeprefix("'").startswith(param) or param == "input_ids"
     if "max_new_tokens" == param:
         assert "found 'max_new_tokens'" not in error["message"], "the value is shown as it was sent"
 

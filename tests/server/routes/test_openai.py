@@ -134,7 +134,7 @@ def test_chat_answers_through_the_template(server):
 
 def test_chat_takes_text_parts_and_max_completion_tokens(server):
     parts = [{"role": "user", "content": [{"type": "text", "text": "the old king sleeps"}]}]
-    answer = chat(server, messages=parts, max_completion_tokens=4)
+    answer = chat(server, messages=parts, max_tokens=None, max_completion_tokens=4)
     assert answer["usage"]["completion_tokens"] == 4
     assert chat(server)["choices"][0]["message"]["content"].startswith(answer["choices"][0]["message"]["content"])
 
@@ -204,6 +204,10 @@ def test_unknown_model_is_a_404(server, path):
         ({"stop": ["a"] * 100}, "stop"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 10**6}, "max_tokens"),
+        ({"min_tokens": 250, "max_tokens": 250, "truncate_prompt_tokens": 10}, "max_tokens"),
+        ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage"),
         ({"logprobs": 10**6}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"stream": 1}, "stream"),
@@ -239,6 +243,9 @@ def test_max_completion_tokens_on_a_completion_is_refused_with_a_hint(server):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages"),
         ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages"),
+        ({"max_tokens": None, "min_tokens": 256}, "min_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 5}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -247,6 +254,31 @@ def test_max_completion_tokens_on_a_completion_is_refused_with_a_hint(server):
 )
 def test_bad_chat_is_a_400_that_names_the_field(server, options, param):
     assert_refused(server, "/v1/chat/completions", CHAT | options, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", BASE | {"logit_bias": {"a": 1}}, "the keys of logit_bias must be token ids"),
+        ("/v1/completions", BASE | {"stream_options": {"include_usage": 1}}, "stream_options.include_usage: Input"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
+         "messages[0].content[0].text must be a string, found int"),
+        ("/v1/chat/completions", CHAT | {"max_tokens": None, "min_tokens": 256}, "min_tokens=256 exceed the context"),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_was_found(server, path, body, message):
+    assert message in server.post(path, body).json()["error"]["message"]
+
+
+def test_equal_limits_of_a_chat_are_accepted(server):
+    answer = chat(server, max_tokens=3, max_completion_tokens=3)
+    assert answer["usage"]["completion_tokens"] <= 3
+
+
+def test_a_truncated_prompt_leaves_room_for_min_tokens(server):
+    messages = [{"role": "user", "content": "fox " * 300}]
+    answer = chat(server, messages=messages, truncate_prompt_tokens=-1, min_tokens=5, max_tokens=None)
+    assert answer["usage"]["completion_tokens"] >= 5
 
 
 def assert_refused(server, path, body, param):
