@@ -17,7 +17,7 @@ import termios
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.http.errors import error_body
 from server.observability.shared_counters import SharedCounters
@@ -85,6 +85,7 @@ class LimitedProtocol(HttpToolsProtocol):
       request.
     - A client that closes only its sending side gets the answers to its complete requests. See `eof_received`.
     - Requests that can't be parsed get the error body of all other errors, and upgrades are ignored.
+    - A request that is refused here gets its error after the answers to the requests before it.
     """
 
     max_connections: int
@@ -101,6 +102,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _framing_bytes = 0  # received of the current body beyond content and chunk sizes
     _body_bytes = 0  # delivered by the parser for the current piece of data, plus an allowance per chunk size
     _message_ended = False  # within the current piece of data
+    _earlier: RequestResponseCycle | None = None  # the request before the current one
+    _refusal: bytes | None = None  # sent after the answers that are due; data that arrives until then is dropped
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_CountingTransport(transport))  # type: ignore[arg-type]
@@ -111,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(REFUSED_SECONDS if self._over_limit else self.header_seconds)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         if self._over_limit and self.cycle is None and not data.startswith(PROBES):
             self._refuse(503, "the server has reached its limit of connections", "too_many_connections", 1)
@@ -119,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes += len(data) if self._in_header else 0
         was_in_body, self._body_bytes, self._message_ended = not self._in_header, 0, False
         self._feed(data)
-        if self.transport.is_closing():  # the parser refused it
+        if self.transport.is_closing() or self._refusal is not None:  # the parser refused it
             return
         if was_in_body and not self._message_ended:
             # The parser reports no extensions and buffers trailers of any length: count raw bytes to bound both.
@@ -148,8 +151,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # parsed again by `_feed_without_upgrade`
         self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
         if not self._header_too_long:
-            self._in_header, self._framing_bytes = False, 0
-            super().on_headers_complete()
+            earlier = self.cycle
+            super().on_headers_complete()  # fails for an invalid URL
+            self._earlier, self._in_header, self._framing_bytes = earlier, False, 0
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -164,8 +168,12 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        was_last = not self.pipeline
         super().on_response_complete()
         if self._over_limit:
+            self.transport.close()
+        if was_last and self._refusal is not None and not self.transport.is_closing():
+            self.transport.write(self._refusal)
             self.transport.close()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -181,7 +189,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return None
         if last.scope["http_version"] != "1.1":  # HTTP/1.0 has no interim responses
             return None
-        last.keep_alive = False  # closes the connection after the last answer
+        if self._refusal is None:
+            last.keep_alive = False  # closes the connection after the last answer
         self._probe_half_closed()
         return True
 
@@ -268,20 +277,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
-        if self._can_send_response():
-            self.transport.write(_raw_response(status, message, code, retry_after))
+        """Answer the request being read with an error and close the connection, once earlier requests are answered."""
+        response = _raw_response(status, message, code, retry_after)
+        if self.pipeline and not self._in_header:  # the request waits: it must not start
+            assert self._earlier is not None  # it is being answered, or waits too
+            self.pipeline.popleft()
+            self.cycle, self._in_header = self._earlier, True
+        if self._in_header and self.cycle is not None and not self.cycle.response_complete:
+            self._refusal = response
+            self._stop_timer()
+            return
+        if self._in_header or not self.cycle.response_started:
+            self.transport.write(response)
         self.transport.close()
-
-    def _can_send_response(self) -> bool:
-        """Return whether the next response on this connection belongs to the request being read.
-
-        Otherwise an error response would land inside the response to an earlier request.
-        """
-        if self.cycle is None:
-            return True
-        if self.pipeline:
-            return False
-        return self.cycle.response_complete if self._in_header else not self.cycle.response_started
 
 
 def _unsent_bytes(transport: asyncio.Transport) -> int:

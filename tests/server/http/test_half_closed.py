@@ -107,6 +107,47 @@ def test_a_request_that_can_not_be_parsed_gets_the_error_body(server, junk):
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_http" and error["message"]
 
 
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+LONG_HEADER = b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 100_000 + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("pause", [0, 0.05])
+@pytest.mark.parametrize("half_closes", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("junk", "code"),
+    [
+        (b"GARBAGE\r\n\r\n", "invalid_http"),
+        (b"GARBAGE\r\n\r\n" * 20_000, "invalid_http"),  # arrives in several pieces
+        (b"CONNECT x:80 HTTP/1.1\r\n\r\n", "invalid_http"),
+        (CHUNKED + b"no size\r\n", "invalid_http"),
+        (LONG_HEADER, "header_too_long"),
+    ],
+)
+def test_requests_before_one_that_can_not_be_parsed_are_answered(
+    long_server, junk, code, count, half_closes, pause
+):  # fmt: skip
+    with connect(long_server) as connection:
+        valid = request(SHORT | {"sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}) * count
+        connection.sendall(valid if pause else valid + junk)
+        if pause:
+            time.sleep(pause)
+            connection.sendall(junk)
+        if half_closes:
+            connection.shutdown(socket.SHUT_WR)
+        *answers, (status, head, body) = responses(rest(connection))
+    assert [json.loads(answer)["meta_info"]["completion_tokens"] for _, _, answer in answers] == [200] * count
+    assert status == 400 and b"connection: close" in head and json.loads(body)["error"]["code"] == code
+    long_server.wait_idle()
+
+
+def test_junk_after_a_request_that_closes_the_connection_is_dropped(server):
+    with connect(server) as connection:
+        connection.sendall(request(SHORT, headers="Connection: close\r\n") + b"GARBAGE\r\n\r\n")
+        [(status, head, _)] = responses(rest(connection))
+    assert status == 200 and b"connection: close" in head
+
+
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 def test_upgrades_are_ignored_without_a_warning(server, protocol, caplog):
     headers = f"Connection: Upgrade\r\nUpgrade: {protocol}\r\n"
