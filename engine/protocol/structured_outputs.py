@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,11 +112,12 @@ class StructuredOutputs:
         """The name of the constraint that is set, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
-    def error(self, message: str) -> RequestError:
-        """Return a RequestError about the constraint; `message` follows the name of the caller's field."""
-        return RequestError(f"{self._place(self.kind)}{message}", param=self._param())
+    def error(self, message: str, place: str = "") -> RequestError:
+        """Return a RequestError; `message` follows the name of the caller's field: `place`, or the constraint's."""
+        place = place or self.place_of(self.kind)
+        return RequestError(f"{place}{message}", param=re.split(r"[.\[]", place)[0])
 
-    def _place(self, name: str) -> str:
+    def place_of(self, name: str) -> str:
         return self.field or f"structured_outputs.{name}"
 
     def _set(self, name: str, value: Any) -> None:
@@ -126,7 +128,9 @@ class StructuredOutputs:
 
     def _invalid(self, name: str, allowed: str, found: Any = None) -> RequestError:
         value = getattr(self, name) if found is None else found
-        return RequestError(f"{self._place(name)} must be {allowed}; found {reprlib.repr(value)}", param=self._param())
+        return RequestError(
+            f"{self.place_of(name)} must be {allowed}; found {reprlib.repr(value)}", param=self._param()
+        )
 
     def _json_text(self, name: str) -> str:
         value = getattr(self, name)
@@ -136,12 +140,12 @@ class StructuredOutputs:
             try:
                 value = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise RequestError(f"{self._place(name)} is not valid JSON: {error}", param=self._param()) from error
+                raise RequestError(f"{self.place_of(name)} is not valid JSON: {error}", param=self._param()) from error
         else:
             try:
                 text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise RequestError(f"{self._place(name)} is not JSON: {error}", param=self._param()) from error
+                raise RequestError(f"{self.place_of(name)} is not JSON: {error}", param=self._param()) from error
         is_schema = isinstance(value, Mapping) or (name == "json" and isinstance(value, bool))
         if not is_schema:
             raise self._invalid(name, "an object, or its JSON as a string", value)
@@ -155,13 +159,13 @@ class StructuredOutputs:
         self._check_length(name, value, max_chars)
         if any("\ud800" <= char <= "\udfff" for char in value):
             raise RequestError(
-                f"{self._place(name)} contains a lone surrogate, which is not valid Unicode", param=self._param()
+                f"{self.place_of(name)} contains a lone surrogate, which is not valid Unicode", param=self._param()
             )
 
     def _check_length(self, name: str, text: str, max_chars: int) -> None:
         if len(text) > max_chars:
             raise RequestError(
-                f"{self._place(name)} has {len(text)} characters, and at most {max_chars} are allowed: shorten it",
+                f"{self.place_of(name)} has {len(text)} characters, and at most {max_chars} are allowed: shorten it",
                 param=self._param(),
             )
 

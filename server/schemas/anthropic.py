@@ -18,6 +18,7 @@ from server.schemas.translation import SamplingExtensions, chat_body, translated
 SENT_NAMES = {
     "stop": "stop_sequences", "thinking_token_budget": "thinking", "enable_thinking": "thinking",
     "reasoning_effort": "output_config", "continue_final_message": "messages", "parallel_tool_calls": "tool_choice",
+    "function.parameters": "input_schema",
 }  # fmt: skip
 """Fields of a chat request -> the fields of this API that they are made of."""
 

@@ -129,6 +129,7 @@ def _parts(value: dict[str, Any] | list[Any]) -> Iterator[Any]:
 def tool_use(tools: list[dict[str, Any]], choice: Any, parallel: bool | None) -> ToolUse | None:
     """Return how the output may use `tools`; None if it may not. Raises RequestError for an invalid choice."""
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    places = {tool["function"]["name"]: f"tools[{index}].function.parameters" for index, tool in enumerate(tools)}
     strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
     max_calls = 1 if parallel is False else None
     required = False
@@ -155,7 +156,9 @@ def tool_use(tools: list[dict[str, Any]], choice: Any, parallel: bool | None) ->
         raise RequestError("tool_choice requires a call, but tools is empty: list the tools", param="tool_choice")
     if not functions:
         return None
-    return ToolUse(functions=functions, strict=strict & functions.keys(), required=required, max_calls=max_calls)
+    return ToolUse(
+        functions=functions, places=places, strict=strict & functions.keys(), required=required, max_calls=max_calls
+    )
 
 
 def _mode(value: Any, allowed: tuple[str, ...], place: str) -> bool:

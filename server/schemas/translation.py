@@ -66,9 +66,9 @@ def translated_errors(names: Mapping[str, str], places: Sequence[str] = ()) -> I
         number = int(found[1])
         return places[number] if number < len(places) else found[0]
 
-    with naming(names):
-        try:
+    try:
+        with naming(names):
             yield
-        except RequestError as error:
-            message = re.sub(r"\bmessages\[(\d+)\]", place, str(error)).replace(".function.", ".")
-            raise type(error)(message, param=error.param) from error
+    except RequestError as error:
+        message = re.sub(r"\bmessages\[(\d+)\]", place, str(error)).replace(".function.", ".")
+        raise type(error)(message, param=error.param) from error

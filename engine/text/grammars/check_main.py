@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from llguidance import LLTokenizer
 
 from engine.protocol.structured_outputs import StructuredOutputs
-from engine.text.grammars.checks import check
+from engine.text.grammars.checks import Refusal, check
 from engine.text.grammars.vocabulary import VocabularySource
 
 PEAK_BYTES = 256 << 20  # while a constraint is compiled, beyond what the vocabulary takes; several may be at a time
@@ -32,17 +32,18 @@ def main(pipe: Connection, source: VocabularySource) -> None:
         pipe.send(_check(outputs, tokenizer))
 
 
-def _check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[str, int, str]:
+def _check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[str, int, Refusal | None]:
     """Return the grammar, the bytes that it takes when compiled, and why it is refused."""
     _trim_memory()  # what an earlier constraint left free would hide what this one takes
     before = _memory_bytes(1)
-    matcher, grammar, reason = check(outputs, tokenizer)
+    matcher, grammar, refusal = check(outputs, tokenizer)
     held = max(len(grammar), _memory_bytes(1) - before) if matcher is not None else 0
     del matcher
     _trim_memory()  # the engine's process compiles it next
     if held > HELD_BYTES:
-        reason = f": takes {held >> 20} MiB when compiled, and at most {HELD_BYTES >> 20} are allowed; simplify it"
-    return ("", 0, reason) if reason else (grammar, held, "")
+        most = HELD_BYTES >> 20
+        refusal = Refusal(f": takes {held >> 20} MiB when compiled, and at most {most} are allowed; simplify it")
+    return ("", 0, refusal) if refusal else (grammar, held, None)
 
 
 def _trim_memory() -> None:

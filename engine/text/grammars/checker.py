@@ -38,13 +38,13 @@ class GrammarChecker:
             if not child.pipe.poll(self._seconds):
                 self.close()
                 raise outputs.error(f": takes more than {self._seconds:g} s to compile; simplify it")
-            grammar, nbytes, reason = child.pipe.recv()
+            grammar, nbytes, refusal = child.pipe.recv()
         except (EOFError, OSError) as error:
             logger.warning("a structured output was refused: %s while compiling it", child.exit_reason())
             self.close()
             raise outputs.error(": takes too much memory to compile; simplify it") from error
-        if reason:
-            raise outputs.error(reason)
+        if refusal is not None:
+            raise outputs.error(*refusal)
         return grammar, nbytes
 
     def stop(self) -> None:

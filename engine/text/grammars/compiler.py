@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.checker import CHECK_SECONDS, GrammarChecker
-from engine.text.grammars.checks import parser_limits
+from engine.text.grammars.checks import explained, parser_limits
 from engine.text.grammars.fair_pool import FairPool
 from engine.text.grammars.matcher import CompiledGrammar, fill_threads
 from engine.text.grammars.vocabulary import VocabularySource
@@ -81,7 +81,7 @@ class GrammarCompiler:
         started = time.perf_counter()
         matchers = [_matcher(vocabulary, grammar)]
         if matchers[0].is_error():
-            raise outputs.error(f": {matchers[0].get_error()}")
+            raise outputs.error(f": {explained(matchers[0].get_error())}")
         copies = COPY_SECONDS / max(time.perf_counter() - started, 1e-9)
         matchers += [_matcher(vocabulary, grammar) for _ in range(min(int(copies), fill_threads() - 1))]
         return CompiledGrammar(matchers, nbytes * len(matchers))

@@ -111,7 +111,7 @@ class GrammarBuilder:
         """Match at most `limit` ordinary tokens and then the token `end`. Raises ValueError if it isn't one token."""
         ids = self._tokenizer.tokenize_str(end, parse_special=True)
         if len(ids) != 1:
-            raise ValueError(f": a thinking budget needs {end} to be a token of the model, and it is {len(ids)} tokens")
+            raise ValueError(f"{end} is {len(ids)} tokens of the model, and must be one")
         excluded = [index for index in range(self._tokenizer.vocab_size) if self._tokenizer.is_special_token(index)]
         ranges, start = [], 0
         for stop in [*sorted({*excluded, ids[0]}), self._tokenizer.vocab_size]:

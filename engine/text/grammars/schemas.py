@@ -1,10 +1,10 @@
-"""Walk over the subschemas of a JSON schema."""
+"""Walk over the subschemas of a JSON schema, and over the parts of a structural tag."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Keywords by what they hold: a schema, a list of schemas, or an object of schemas by name.
@@ -33,6 +33,43 @@ def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
         if keyword in _OBJECTS and isinstance(value, dict):
             for name, one in value.items():
                 yield from subschemas(one, f"{path}.{keyword}.{name}")
+
+
+_PARTS = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}  # type of a part -> its key
+
+
+def tag_parts(tag: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, part) for the JSON schemas, regular expressions and grammars in a structural tag.
+
+    A path leads to the text or schema of the part, such as ".format.elements[1].pattern".
+    """
+    if isinstance(tag, list):
+        for index, one in enumerate(tag):
+            yield from tag_parts(one, f"{path}[{index}]")
+    elif isinstance(tag, dict):
+        key = _PARTS.get(str(tag.get("type")))
+        if key is not None:
+            yield f"{path}.{key}", tag
+        elif "begin" in tag and "schema" in tag:
+            yield f"{path}.schema", {"type": "json_schema", "json_schema": tag["schema"]}
+        else:
+            for name, one in tag.items():
+                yield from tag_parts(one, f"{path}.{name}")
+
+
+def without_unreadable(schema: Any, is_readable: Callable[[str], bool]) -> Any:
+    """Return a copy without references to other documents, and without the regular expressions that aren't readable."""
+    schema = copy.deepcopy(schema)
+    for _, one in list(subschemas(schema)):
+        reference, pattern, named = one.get("$ref"), one.get("pattern"), one.get("patternProperties")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            del one["$ref"]
+        if isinstance(pattern, str) and not is_readable(pattern):
+            del one["pattern"]
+        if isinstance(named, dict) and not all(map(is_readable, named)):
+            del one["patternProperties"]
+            one.pop("additionalProperties", None)  # the patterns no longer tell which properties are additional
+    return schema
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:

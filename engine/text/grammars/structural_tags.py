@@ -2,6 +2,9 @@
 
 In the texts of a tag, the spelling of a special token stands for the token itself: a parser of the output looks for the
 token. Free text holds no special tokens.
+
+Tags of tool calls have two more keys. `lenient`: keywords of the schema that can't be followed are ignored. `place`:
+the field of the caller's request that a part is made of, for error messages.
 """
 
 from __future__ import annotations
@@ -72,19 +75,18 @@ class _Tags:
         return self._builder.text(_text(value, "value", path, may_be_empty=True))
 
     def _json_schema(self, value: Mapping[str, Any], path: str, depth: int) -> str:
-        _known(value, path, ("type", "json_schema", "lenient"))
+        _known(value, path, ("type", "json_schema", "lenient", "place"))
         schema = value.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise ValueError(f"{path}.json_schema must be a JSON schema; found {schema!r}")
-        # Lenient: keywords that can't be followed are ignored instead of refused.
         return self._builder.schema(schema, **({"lenient": True} if _flag(value, "lenient", path) else {}))
 
     def _regex(self, value: Mapping[str, Any], path: str, depth: int) -> str:
-        _known(value, path, ("type", "pattern"))
+        _known(value, path, ("type", "pattern", "place"))
         return self._builder.regex(_text(value, "pattern", path))
 
     def _grammar(self, value: Mapping[str, Any], path: str, depth: int) -> str:
-        _known(value, path, ("type", "grammar"))
+        _known(value, path, ("type", "grammar", "place"))
         return self._builder.grammar(_text(value, "grammar", path))
 
     def _any_text(self, value: Mapping[str, Any], path: str, depth: int) -> str:

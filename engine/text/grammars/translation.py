@@ -16,10 +16,14 @@ from engine.text.grammars.structural_tags import tag_rule
 _AFTER_REASONING = r"/[ \n]{0,4}/"
 
 
+class BudgetError(ValueError):
+    """The reasoning can't have a budget of tokens."""
+
+
 def translate(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     """Return the grammar of a constraint as llguidance's JSON text.
 
-    Raises ValueError with the reason, as text to follow the field's name: a path and ": ", or ": " alone.
+    Raises BudgetError, and ValueError with the reason, which begins with the path of the part at fault if it has one.
     """
     builder = GrammarBuilder(tokenizer)
     start = _EXPRESSIONS[outputs.kind](outputs, builder)
@@ -28,11 +32,18 @@ def translate(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
         if reasoning.budget is None:
             before = f"{builder.free_text_until(reasoning.end)} {_AFTER_REASONING}"
         else:
-            before = f"{builder.tokens_until(reasoning.end, reasoning.budget)} {_AFTER_REASONING}"
+            before = f"{_limited(reasoning.end, reasoning.budget, builder)} {_AFTER_REASONING}"
         if not reasoning.is_open:
             before = f"({builder.text(reasoning.begin)} {before})?"
         start = f"{before} {start}"
     return builder.build(start)
+
+
+def _limited(end: str, budget: int, builder: GrammarBuilder) -> str:
+    try:
+        return builder.tokens_until(end, budget)
+    except ValueError as error:
+        raise BudgetError(f"{error}; remove the budget") from error
 
 
 def _json(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
@@ -46,12 +57,14 @@ def _json_object(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
 def _schema(schema: Any, outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
     if outputs.disable_additional_properties and isinstance(schema, dict):
         schema = close_objects(schema)
-    options: dict[str, Any] = {}
+    return builder.schema(schema, **whitespace_options(outputs))
+
+
+def whitespace_options(outputs: StructuredOutputs) -> dict[str, Any]:
+    """Return llguidance's options for the whitespace between JSON tokens."""
     if outputs.disable_any_whitespace:
-        options = {"whitespace_flexible": False, "whitespace_pattern": None}
-    elif outputs.whitespace_pattern is not None:
-        options = {"whitespace_pattern": outputs.whitespace_pattern}
-    return builder.schema(schema, **options)
+        return {"whitespace_flexible": False, "whitespace_pattern": None}
+    return {} if outputs.whitespace_pattern is None else {"whitespace_pattern": outputs.whitespace_pattern}
 
 
 def _regex(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:

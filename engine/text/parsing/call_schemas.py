@@ -125,12 +125,15 @@ def _with_moved_references(value: Any) -> Any:
     }
 
 
-def refuse_strict(function: str, schema: Schema, format_name: str) -> None:
-    """Raise RequestError if calls of a strict function can't follow its schema in this format."""
+def refuse_strict(function: str, schema: Schema, format_name: str, place: str) -> None:
+    """Raise RequestError if calls of a strict function can't follow its schema in this format.
+
+    `place`: the field of the caller's request that holds the schema.
+    """
     if reason := _unfollowed(schema, format_name):
         raise RequestError(
-            f"tools: the function {function!r} is strict, and calls in the format {format_name} can't follow {reason}: "
-            "change its parameters, or leave out strict",
+            f"{place}: the function {function!r} is strict, and calls in the format {format_name} can't follow "
+            f"{reason}: change its parameters, or leave out strict",
             param="tools",
         )
 

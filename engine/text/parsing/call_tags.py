@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import Reasoning, StructuredOutputs
+from engine.text.grammars.schemas import tag_parts
 from engine.text.parsing.call_schemas import choices_of, properties_of, refuse_strict, required_of, types_of
 from engine.text.parsing.formats import Format
 from engine.text.parsing.tool_use import ToolUse
@@ -62,7 +63,7 @@ class CallTags:
     def _refuse_unfollowed(self, format_: type[Format]) -> None:
         if format_.name in ("qwen3_coder", "pythonic"):
             for name in sorted(self._use.strict & self._use.functions.keys()):
-                refuse_strict(name, self._use.functions[name], format_.name)
+                refuse_strict(name, self._use.functions[name], format_.name, self._place(name))
 
     def within_text(self, format_: type[Format]) -> Tag:
         """Return the format of text that may hold calls."""
@@ -85,13 +86,21 @@ class CallTags:
             "stop_after_first": self._use.max_calls == 1,
         }  # fmt: skip
 
-    def _value(self, function: str, schema: Mapping[str, Any]) -> Tag:
+    def _place(self, function: str) -> str:
+        return self._use.places.get(function, "tools")
+
+    def _place_of(self, function: str, parameter: str) -> str:
+        return f"{self._place(function)}.properties.{parameter}"
+
+    def _value(self, function: str, schema: Mapping[str, Any], place: str) -> Tag:
         """Return the format of a JSON value: all of its schema is followed if the function is strict."""
-        return {"type": "json_schema", "json_schema": dict(schema), "lenient": function not in self._use.strict}
+        is_lenient = function not in self._use.strict
+        return {"type": "json_schema", "json_schema": dict(schema), "lenient": is_lenient, "place": place}
 
     def _arguments(self, function: str) -> Tag:
         schema = self._use.functions[function]
-        return self._value(function, schema if "type" in schema or "$ref" in schema else {"type": "object", **schema})
+        is_typed = "type" in schema or "$ref" in schema
+        return self._value(function, schema if is_typed else {"type": "object", **schema}, self._place(function))
 
     def _json_tags(self, before: str, key: str, after: str) -> list[Tag]:
         return [
@@ -165,22 +174,23 @@ class CallTags:
         elements = [_text("")]
         for key, schema in properties_of(self._use.functions[function]).items():
             tag = {
-                "type": "tag", "begin": f"<parameter={key}>\n", "content": self._untagged(function, schema),
+                "type": "tag", "begin": f"<parameter={key}>\n", "content": self._untagged(function, key, schema),
                 "end": "\n</parameter>\n",
             }  # fmt: skip
             elements.append(tag if key in required else {"type": "or", "elements": [tag, _text("")]})
         return elements
 
-    def _untagged(self, function: str, schema: Mapping[str, Any]) -> Tag:
+    def _untagged(self, function: str, key: str, schema: Mapping[str, Any]) -> Tag:
         """Return the format of a value between tags: strings are written without quotes."""
+        place = self._place_of(function, key)
         if types_of(schema, schema) != {"string"}:
-            return self._value(function, schema)
+            return self._value(function, schema, place)
         choices = choices_of(schema, schema)
         if choices is not None:
             return {"type": "or", "elements": [_text(one) for one in choices]}
         is_strict = function in self._use.strict
         if is_strict and isinstance(schema.get("pattern"), str):
-            return {"type": "regex", "pattern": _unanchored(schema["pattern"])}
+            return {"type": "regex", "pattern": _unanchored(schema["pattern"]), "place": f"{place}.pattern"}
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if _is_length(low) and (high is None or _is_length(high)) and (low or high is not None):
             return {"type": "regex", "pattern": f"[^<]{{{low},{'' if high is None else high}}}"}
@@ -191,7 +201,7 @@ class CallTags:
         schema = self._use.functions[function]
         required = required_of(schema)
         written = {
-            key: _sequence([_text(f"{key}="), self._value(function, value)])
+            key: _sequence([_text(f"{key}="), self._value(function, value, self._place_of(function, key))])
             for key, value in properties_of(schema).items()
         }
         first = [one for key, one in written.items() if key in required]
@@ -229,20 +239,23 @@ def _as_tag(answer: StructuredOutputs) -> Tag:
         raise RequestError(
             "options of structured_outputs can't be combined with tools: remove them", param="structured_outputs"
         )
+    place = answer.place_of(answer.kind)
     match answer.kind:
         case "json":
-            return {"type": "json_schema", "json_schema": json.loads(answer.json)}
+            return {"type": "json_schema", "json_schema": json.loads(answer.json), "place": place}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":
-            return {"type": "regex", "pattern": answer.regex}
+            return {"type": "regex", "pattern": answer.regex, "place": place}
         case "choice":
             return {"type": "or", "elements": [_text(one) for one in answer.choice or ()]}
         case "grammar":
-            return {"type": "grammar", "grammar": answer.grammar}
+            return {"type": "grammar", "grammar": answer.grammar, "place": place}
     tag = json.loads(answer.structural_tag)
     if "format" not in tag:
         raise RequestError("a structural tag without format can't be combined with tools", param="structured_outputs")
+    for path, part in tag_parts(tag):
+        part["place"] = f"{place}{path}"
     return tag["format"]
 
 

@@ -81,6 +81,13 @@ def test_a_stream_gives_the_same_text_as_the_whole_answer(server):
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+DEEP_SCHEMA = '{"anyOf":[' * 100 + "{}" + "]}" * 100
+LARGE_GRAMMAR = "\n".join([
+    f"start: {' '.join(f'a{number}' for number in range(1200))}",
+    *(f'a{number}: "x"{{0,1000}} | "y"{{0,1000}}' for number in range(1200)),
+])  # fmt: skip
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
@@ -93,6 +100,18 @@ def test_a_stream_gives_the_same_text_as_the_whole_answer(server):
         ({"structured_outputs": {"regex": "a(b"}}, "structured_outputs", "structured_outputs.regex: .*unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "regex: .*look-around"),
         ({"ebnf": "root ::= missing"}, "ebnf", "ebnf: .*missing"),
+        ({"regex": "("}, "regex", "^regex: invalid regular expression: unclosed group$"),
+        ({"regex": r"\ba"}, "regex", "^regex: invalid regular expression: look-around and word boundaries are not"),
+        ({"regex": r"[^\s\S]"}, "regex", "^regex: no output can follow it$"),
+        ({"ebnf": 'start: a\na: "b" foo'}, "ebnf", '^ebnf: line 2: unknown name: "foo"$'),
+        ({"ebnf": LARGE_GRAMMAR}, "ebnf", "^ebnf: t(oo large|akes too much memory).* to compile; simplify it$"),
+        ({"json_schema": json.dumps({"$ref": "#"})}, "json_schema", "^json_schema: no output can follow it$"),
+        ({"json_schema": DEEP_SCHEMA}, "json_schema", "^json_schema: nested too deeply; flatten it$"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs",
+         r"^structured_outputs\.whitespace_pattern: invalid regular expression: unclosed group$"),
+        ({"structural_tag": {"format": {"type": "or", "elements": [{"type": "regex", "pattern": "a"},
+                                                                   {"type": "regex", "pattern": "("}]}}},
+         "structural_tag", r"^structural_tag\.format\.elements\[1\]\.pattern: invalid regular expression: unclosed"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "1 to 4096 strings"),
         ({"guided_regex": "a"}, "guided_regex", "use structured_outputs"),
         (

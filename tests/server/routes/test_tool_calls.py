@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -152,3 +154,107 @@ def test_a_schema_that_can_not_be_followed_is_an_error_for_a_strict_tool(long_se
     response = server.post(CHAT, body | {"tools": [tool("f", odd, strict=True)]})
     assert response.status_code == 400 and response.json()["error"]["param"] == "tools", response.text
     server.answer(CHAT, body | {"tools": [tool("f", odd)]})
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+LOOK_AHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=b)b+$"}}}
+
+
+def in_format_of(path, tools):
+    """Return a request of calls to a route, with tools of chats in its format."""
+    functions = [one["function"] for one in tools]
+    if path == CHAT:
+        return {"messages": MESSAGES, "max_tokens": 20, "tools": tools, "tool_choice": "required"}
+    if path == "/v1/responses":
+        flat = [{"type": "function", **one} for one in functions]
+        return {"input": "red", "max_output_tokens": 20, "tools": flat, "tool_choice": "required"}
+    renamed = [
+        {"name": one["name"], "input_schema": one["parameters"], "strict": one.get("strict")} for one in functions
+    ]
+    return {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "tools": renamed, "tool_choice": {"type": "any"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (CHAT, "tools[1].function.parameters"),
+        ("/v1/responses", "tools[1].parameters"),
+        ("/v1/messages", "tools[1].input_schema"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (tool("f", BAD), ".properties.a: invalid regular expression: unclosed group"),
+        (tool("f", LOOK_AHEAD, strict=True), ".properties.a: invalid regular expression: look-around"),
+        (tool("f", {"properties": {"a": {"type": "text"}}}), ".properties.a: Invalid type: text"),
+        (tool("f", {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}}}), ": Pointer '/$defs/b' does not exist"),
+        (tool("f", {"type": "text"}), '.type must be "object", found'),
+    ],
+)
+def test_an_error_of_a_schema_names_its_tool(long_server, path, place, function, reason):
+    response = long_server.post(path, in_format_of(path, [TOOLS[0], function]))
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith(place) and reason in message, message
+    assert response.json()["error"].get("param", "tools") == "tools"
+
+
+def test_an_error_of_the_answer_beside_tools_names_its_field(long_server):
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}
+    tag = {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "("}]}}
+    for fields, place in (
+        ({"response_format": schema}, "response_format.json_schema.schema.properties.a"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": tag}},
+         "structured_outputs.structural_tag.format.elements[0].pattern"),
+    ):  # fmt: skip
+        error = long_server.post(CHAT, body | fields).json()["error"]
+        assert error["message"] == f"{place}: invalid regular expression: unclosed group"
+        assert error["param"] == place.partition(".")[0]
+
+
+@pytest.fixture(scope="module", params=["hermes", "mistral"])
+def calling_server(tiny_model, tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("with_tools") / "model"
+    shutil.copytree(tiny_model, folder)
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    with running(tiny_config(folder, max_model_len=1024, tool_call_parser=request.param)) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LOOK_AHEAD,
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": r"^(b)\1$"}}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": r"\bb\b"}}}},
+        {"type": "object", "patternProperties": {"^(?!a)": {"type": "string"}}, "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"$ref": "https://example.com/b.json"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "format": "color", "not": {"const": "b"}}}},
+    ],
+)
+def test_what_can_not_be_followed_is_ignored_for_functions_that_are_not_strict(calling_server, schema):
+    body = {"messages": MESSAGES, "max_tokens": 4, "tools": [tool("f", schema), tool("now", EMPTY, strict=True)]}
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+        calling_server.answer(CHAT, body | {"tool_choice": choice})
+    strict = calling_server.post(CHAT, body | {"tools": [tool("f", schema, strict=True)]})
+    assert strict.status_code == 400 and strict.json()["error"]["message"].startswith("tools[0].function.parameters")
+
+
+def test_the_other_keywords_of_such_a_schema_are_followed(long_server):
+    schema = SCHEMA | {"properties": SCHEMA["properties"] | {"a": LOOK_AHEAD["properties"]["a"]}}
+    body = {"messages": MESSAGES, "max_tokens": 300, "seed": 1, "parallel_tool_calls": False}
+    message, _ = answered(long_server, body | {"tools": [tool("weather", schema)], "tool_choice": "required"})
+    found = json.loads(message["tool_calls"][0]["arguments"])
+    assert found["unit"] in "CF" and found["days"] in (1, 2) and set(found) <= {"unit", "days", "a"}
+
+
+def test_a_budget_that_can_not_be_kept_beside_a_constraint_is_named(reasoning_server):
+    for fields in ({"response_format": {"type": "json_object"}}, {"regex": "a"}, {"tools": TOOLS}):
+        body = {"messages": MESSAGES, "max_tokens": 5, "thinking_token_budget": 3, **fields}
+        error = reasoning_server.post(CHAT, body).json()["error"]
+        assert error["param"] == "thinking_token_budget"
+        assert re.match("thinking_token_budget: </think> is .* tokens of the model, and must be one", error["message"])

@@ -36,8 +36,8 @@ Follows = Callable[[StructuredOutputs, str], bool]
 @pytest.fixture(scope="session")
 def compiled(vocabulary: LLTokenizer) -> Callable[[StructuredOutputs], LLMatcher]:
     def compile_one(outputs: StructuredOutputs) -> LLMatcher:
-        matcher, _, reason = check(outputs, vocabulary)
-        assert matcher is not None, reason
+        matcher, _, refusal = check(outputs, vocabulary)
+        assert matcher is not None, refusal
         return matcher
 
     return compile_one

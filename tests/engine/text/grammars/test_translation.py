@@ -48,8 +48,8 @@ def test_a_constraint_allows_exactly_its_language(follows, constraint, allowed, 
 )  # fmt: skip
 def test_a_keyword_that_cannot_be_followed_is_refused_with_its_path(vocabulary, keyword):
     schema = {"type": "object", "properties": {"ok": {"type": "integer"}, "bad": keyword}}
-    matcher, _, reason = check(StructuredOutputs(json=schema), vocabulary)
-    assert matcher is None and reason.startswith(".properties.bad: ")
+    matcher, _, refusal = check(StructuredOutputs(json=schema), vocabulary)
+    assert matcher is None and refusal.reason.startswith(".properties.bad: ")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_a_keyword_that_cannot_be_followed_is_refused_with_its_path(vocabulary, 
 )  # fmt: skip
 def test_a_keyword_that_the_documentation_names_is_supported(vocabulary, keyword):
     schema = {"type": "object", "properties": {"ok": keyword}, "$defs": {"a": {"type": "null"}}}
-    matcher, _, reason = check(StructuredOutputs(json=schema), vocabulary)
-    assert matcher is not None, reason
+    matcher, _, refusal = check(StructuredOutputs(json=schema), vocabulary)
+    assert matcher is not None, refusal
 
 
 def test_one_of_different_constants_is_an_enumeration(follows, vocabulary):
@@ -72,8 +72,8 @@ def test_one_of_different_constants_is_an_enumeration(follows, vocabulary):
     outputs = StructuredOutputs(json={"type": "array", "items": {"oneOf": described}})
     assert follows(outputs, '["a",1,true,"b"]') and not follows(outputs, "[2]")
     for overlapping in ([{"const": 1}, {"enum": [2, 1]}], [{"minimum": 1}, {"maximum": 2}], [{"const": 1}, {}]):
-        matcher, _, reason = check(StructuredOutputs(json={"items": {"oneOf": overlapping}}), vocabulary)
-        assert matcher is None and reason.startswith(".items: oneOf is supported only where")
+        matcher, _, refusal = check(StructuredOutputs(json={"items": {"oneOf": overlapping}}), vocabulary)
+        assert matcher is None and refusal.reason.startswith(".items: oneOf is supported only where")
 
 
 def test_closed_objects_allow_only_named_properties_at_any_depth(follows):
@@ -162,16 +162,16 @@ def test_a_structural_tag_of_structures_and_triggers(follows):
     ],
 )  # fmt: skip
 def test_an_invalid_structural_tag_is_refused_with_its_path(vocabulary, format_, message):
-    _, _, reason = check(tags(format_), vocabulary)
-    assert reason.startswith(message)
+    _, _, refusal = check(tags(format_), vocabulary)
+    assert refusal.reason.startswith(message)
 
 
 def test_deep_nesting_is_refused(vocabulary):
     format_ = JSON
     for _ in range(200):
         format_ = {"type": "sequence", "elements": [format_]}
-    _, _, reason = check(tags(format_), vocabulary)
-    assert "nested more than 64 deep" in reason
+    _, _, refusal = check(tags(format_), vocabulary)
+    assert "nested more than 64 deep" in refusal.reason
 
 
 # ---- reasoning -----------------------------------------------------------------------------------------------------
@@ -206,14 +206,14 @@ def test_a_constraint_begins_after_the_reasoning(follows, vocabulary, begin, end
     ],
 )  # fmt: skip
 def test_the_part_of_a_schema_at_fault_is_named(vocabulary, schema, path, cause):
-    _, _, reason = check(StructuredOutputs(json=schema), vocabulary)
-    assert reason.startswith(f"{path}: ") and cause in reason
+    _, _, refusal = check(StructuredOutputs(json=schema), vocabulary)
+    assert refusal.reason.startswith(f"{path}: ") and cause in refusal.reason
 
 
 def test_options_within_a_schema_do_not_switch_off_checks(vocabulary):
     options = {"x-guidance": {"lenient": True}, "not": {}}
-    _, _, reason = check(StructuredOutputs(json=options), vocabulary)
-    assert '"not"' in reason
+    _, _, refusal = check(StructuredOutputs(json=options), vocabulary)
+    assert '"not"' in refusal.reason
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_calls_come_after_the_reasoning_and_its_budget_is_kept():
     assert accepts(short, f"hm!</think>{CALL}") and not accepts(short, f"hmm!</think>{CALL}")
     alone = constrained(None, None, None, Reasoning("<think>", "</think>", True, budget=3), bool)
     assert accepts(alone, "hm</think>any text") and not accepts(alone, "hmmm</think>")
-    with pytest.raises(ValueError, match="to be a token"):
+    with pytest.raises(ValueError, match="tokens of the model, and must be one"):
         translate(constrained(None, None, None, Reasoning("<t>", "</t>", True, budget=3), bool), PLAIN[0])
 
 
