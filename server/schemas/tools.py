@@ -87,10 +87,7 @@ def _checked_function(place: str, tool: Any) -> str:
         raise RequestError(
             f"{place}.function.name must be 1 to {MAX_NAME_CHARS} letters, digits and any of _.:/-", param="tools"
         )
-    for key, found in function.items():
-        if found is not None and key not in _FUNCTION_KEYS:
-            hint = did_you_mean(key, _FUNCTION_KEYS) or "; remove it"
-            raise RequestError(f"{place}.function.{key[:64]} is not a known field{hint}", param="tools")
+    _check_keys(place, tool)
     for key, kind, shown in (("description", str, "a string"), ("parameters", dict, "a JSON schema as an object"),
                              ("strict", bool, "true or false")):  # fmt: skip
         if function.get(key) is not None and not isinstance(function[key], kind):
@@ -102,6 +99,17 @@ def _checked_function(place: str, tool: Any) -> str:
             param="tools",
         )
     return name
+
+
+def _check_keys(place: str, tool: Mapping[str, Any]) -> None:
+    """Refuse unknown keys of a function, and its keys beside it, where they would be ignored."""
+    for key, found in tool["function"].items():
+        if found is not None and key not in _FUNCTION_KEYS:
+            hint = did_you_mean(key, _FUNCTION_KEYS) or "; remove it"
+            raise RequestError(f"{place}.function.{key[:64]} is not a known field{hint}", param="tools")
+    for key in _FUNCTION["properties"]:
+        if tool.get(key) is not None:
+            raise RequestError(f"{place}.{key} has no effect: use {place}.function.{key}", param="tools")
 
 
 def _check_values(place: str, tool: Any) -> None:

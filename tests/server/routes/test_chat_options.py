@@ -126,6 +126,15 @@ def test_a_mistake_in_a_function_is_an_error_that_names_its_place(server, path, 
     assert error["param"] == "tools" and error["code"] == "invalid_value" and message in error["message"], error
 
 
+@pytest.mark.parametrize("key", ["strict", "parameters"])
+def test_a_key_of_a_function_beside_it_is_an_error(server, key):
+    tool = {**TOOL, key: {"strict": True, "parameters": {}}[key]}
+    response = server.post(CHAT, {"messages": MESSAGES, "tools": [tool]})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "tools"
+    assert error["message"] == f"tools[0].{key} has no effect: use tools[0].function.{key}"
+
+
 @pytest.mark.parametrize(
     "function", [{"parameters": nested(MAX_NESTING - 10)}, {"return": {"type": "string"}}, {"paramters": None}]
 )
