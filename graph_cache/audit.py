@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -56,11 +57,14 @@ class StorageAudit(DecomposingMode):
         self.dtypes: dict[int, set[torch.dtype]] = {}
         self.host: set[int] = set()
         self._uses_sparse_on_host = False
+        self._higher_order: set[str] = set()
         self._saves, self._saves_host = saves, saves_host
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # Weak references keep the addresses of storages made in the run from being reused.
         self._made: dict[int, StorageWeakRef] = {}
         self._views: dict[int, weakref.ref[Tensor]] = {}  # of storages from outside, as the run returned them
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,6 +76,9 @@ class StorageAudit(DecomposingMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # its operations are not observed
+            self._higher_order.add(func.name())
+            return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in inputs:
@@ -145,7 +152,16 @@ class StorageAudit(DecomposingMode):
 
         return run
 
-    def refused_host_memory(self, device: torch.device, earlier: StorageAudit | None = None) -> list[str]:
+    def refusals(self, device: torch.device, earlier: StorageAudit | None = None) -> list[str]:
+        """Return why a graph on `device` can't repeat the runs, as a list of at most one reason.
+
+        `earlier` observed the runs of another graph, which has held the same host values.
+        """
+        if self._higher_order:
+            return [higher_order_refusal(sorted(self._higher_order))]
+        return self._refused_host_memory(device, earlier)
+
+    def _refused_host_memory(self, device: torch.device, earlier: StorageAudit | None) -> list[str]:
         """Return why a graph on `device` can't repeat the use of host memory, as a list of at most one reason.
 
         Such a graph has operations of its device only: it holds host values as constants and repeats no write to them.
@@ -180,6 +196,11 @@ class StorageAudit(DecomposingMode):
             if storage.nbytes() != before.nbytes():
                 storage.resize_(before.nbytes())
             storage.copy_(before)
+
+
+def higher_order_refusal(names: Sequence[str]) -> str:
+    """Return why code that calls these higher-order operators can't be captured."""
+    return f"calls the higher-order operators {', '.join(names)}, which run Python or compiled code: call them outside"
 
 
 def _address(tensor: Tensor) -> int:

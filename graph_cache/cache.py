@@ -192,7 +192,7 @@ class GraphCache:
 
         - if what a capture bakes in differs from the first call or capture: autocast (also Transformer Engine's), the
           settings in `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
-        - if `fn` changes Python state, or writes to a parameter;
+        - if `fn` changes Python state, or writes to an input or a parameter;
         - if a result depends on other rows, or has the batch in another dimension than the first;
         - within a TorchFunctionMode or TorchDispatchMode.
 
@@ -238,7 +238,7 @@ class GraphCache:
             if plan.key not in site.observed and not site.refusal:
                 site.buffers.check(tensors, rows)
                 copies = {label: replica_of(tensor) for label, tensor in tensors.items()}
-                kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), keeps=True)
+                kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), copies, keeps=True)
                 if kept:  # what it changed stays: this was the call
                     self._count_refused(plan)
                     return value
@@ -437,7 +437,7 @@ class GraphCache:
             site.buffers.fill_dummy()
             try:
                 if site.state is not None and key not in site.observed and not site.refusal:
-                    site.observe(key, lambda: site.run_bodies(key), keeps=False)
+                    site.observe(key, lambda: site.run_bodies(key), site.buffers.view(key.bucket), keeps=False)
                 site.raise_if_refused()
                 if site.in_other_modes():
                     raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.addresses import AddressBook
-from graph_cache.audit import StorageAudit
+from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.host_reads import (
     Reads,
     ReadTensors,
     Versions,
     hooks_of,
     iterators_read,
-    outside_reads,
-    refused_compiled_code,
+    refused_reads,
 )
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
@@ -89,13 +88,15 @@ class FunctionState:
         """Return the parameters of the watched module."""
         return [parameter for module in self._modules for parameter in module.parameters(recurse=False)]
 
-    def observe(self, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any, str]:
+    def observe(self, run: Callable[[], Any], inputs: Mapping[str, Tensor], *, keeps: bool) -> tuple[bool, Any, str]:
         """Run, and return whether its effects were kept, its result, and why it can't be captured (empty if it can).
 
         All memory, generators and Python state are as before afterwards, except if Python state changed and `keeps`.
+        `inputs` are the tensors, by name, that the run reads and must not write.
         """
         with torch.inference_mode():
             kept, result, reasons, namespaces, audit = self._observe(run, keeps)
+        reasons += [f"writes to its input {name}: return the result" for name in _written(inputs, audit)]
         if reasons:
             return kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"
         self._versions.equate()  # libraries set attributes at their first call that no result depends on
@@ -126,8 +127,8 @@ class FunctionState:
                 if iterators := iterators_read(namespaces, self._ran.names):
                     reasons.append(f"may read the iterator {', '.join(iterators)}")
                 kept = keeps and bool(found or iterators)  # another run would advance them again
-                reasons += outside_reads(self._ran) + refused_compiled_code(self._ran, self._device)
-                reasons += audit.refused_host_memory(self._device)
+                reasons += refused_reads(self._ran, self._device)
+                reasons += audit.refusals(self._device)
                 versions.exclude(state.changed, made=False)
                 versions.add(namespaces, self._ran)
         finally:
@@ -156,3 +157,8 @@ class FunctionState:
             state.restore()
             process.restore()
         return f"changes {', '.join(found)}: a replay would not repeat this" if found else ""
+
+
+def _written(inputs: Mapping[str, Tensor], audit: StorageAudit) -> list[str]:
+    found = {name: storage_of(tensor) for name, tensor in inputs.items()}
+    return [name for name, storage in found.items() if storage is not None and storage._cdata in audit.written]

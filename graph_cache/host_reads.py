@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copyreg
 import dis
 import functools
 import gc
@@ -23,19 +24,22 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import storage_of
-from graph_cache.host_state import REGISTRIES
+from graph_cache.host_state import LIBRARIES, REGISTRIES
 from graph_cache.keys import IdentityKey
 from graph_cache.namespaces import (
     MISSING,
     PLAIN,
     Attributes,
     Cell,
+    ClassAttributes,
     Contents,
     FunctionParts,
     Globals,
     Hidden,
     Items,
     Namespace,
+    TensorAttributes,
+    Values,
     position_of,
 )
 from graph_cache.profiling import profiled
@@ -45,6 +49,7 @@ MAX_SINGLE_ITEMS = 64  # items of larger containers are watched together
 MAX_WATCHED_BYTES = 4096  # of larger buffers likewise
 MAX_VERSIONS = 64  # values of one Watch that are told apart
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # watched elsewhere, or registries
+COUNTED = (Items, Attributes, ClassAttributes, TensorAttributes)  # containers of which the length may be watched
 UNWATCHED = MODULE_ATTRIBUTES - set(REGISTRIES)
 TENSORS = ("_parameters", "_buffers")  # registries
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -75,14 +80,29 @@ READS_ALL_NAMES = COMPUTES_NAMES | {
 OUTSIDE = {
     **{
         f"time.{name}{suffix}": "the clock"
-        for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+        for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
         for suffix in ("", "_ns")
     },
     **{f"{kind}.{name}": "the clock" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")},
+    "posix.times": "the clock",
     "posix.urandom": "random numbers of the system",
     **{f"posix.{name}": "the file system" for name in ("stat", "lstat", "listdir", "scandir", "access", "getcwd")},
     **{f"{module}.open": "a file" for module in ("_io", "io", "posix")},
 }
+# Functions of the standard library, by file, that wait for another thread or give it work.
+_THREADS = "the results of another thread"
+THREADS = {
+    "threading.py": ("start", "wait"),
+    "queue.py": ("get",),
+    os.path.join("concurrent", "futures", "thread.py"): ("submit",),
+    os.path.join("concurrent", "futures", "process.py"): ("submit",),
+    os.path.join("multiprocessing", "pool.py"): ("apply_async", "_map_async", "imap", "imap_unordered"),
+}
+# Attributes and methods of tensors that tell where the memory or the history of an argument comes from: a capture runs
+# on tensors of its own.
+TENSOR_FACTS = frozenset(("is_leaf", "grad_fn", "_base", "_version", "storage_offset"))
+PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
+SEEDING = frozenset(("seed", "manual_seed", "manual_seed_all"))
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
 _OPERATORS = (f"{_TORCH}_ops.py", f"{_TORCH}_library{os.sep}", f"{_TORCH}library.py")
 # This core observes and captures, and computes nothing itself: only the parts that its adapters put into models do.
@@ -99,6 +119,7 @@ class Reads:
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
         compiled: Modules of the functions that torch.compile has compiled and the code called.
         made: Addresses of the storages of these functions' results.
+        packs_saved_tensors: Whether hooks pack what autograd saves, as those of a checkpoint, which computes it again.
 
     Args:
         names: Names that the caller itself reads, such as that of the method that it calls.
@@ -109,8 +130,12 @@ class Reads:
         self.modules: dict[int, nn.Module] = {}
         self.outside: set[str] = set()
         self.compiled: set[str] = set()
+        self.packs_saved_tensors = False
         self.made: dict[int, StorageWeakRef] = {}  # weak references keep the addresses from being reused
         self._codes: dict[int, types.CodeType] = {}
+        self._import: types.FrameType | None = None  # of the module that is imported now
+        self._own_names: tuple[int, set[str]] = 0, set()  # as of that number of codes
+        self._globals: dict[int, dict[str, Any]] = {}  # that code outside of installed packages ran with
 
     def __contains__(self, code: object) -> bool:
         return id(code) in self._codes
@@ -119,20 +144,45 @@ class Reads:
         """Return the code of either run."""
         both = Reads(self._given | other._given)  # without the modules, which it would keep alive
         both._codes = self._codes | other._codes
+        both._globals = self._globals | other._globals
         both.outside = self.outside | other.outside
         both.compiled = self.compiled | other.compiled
+        both.packs_saved_tensors = self.packs_saved_tensors or other.packs_saved_tensors
         return both
 
     @property
     def names(self) -> set[str]:
         """Names of globals, attributes and closure variables in the code that ran, and strings that may be names."""
-        found: set[str] = set(self._given)
-        for code in self._codes.values():
-            found.update(code.co_names, code.co_freevars)
-            for value in code.co_consts:
-                if type(value) is str:
-                    found.update(part for part in value.split(".") if part.isidentifier())
-        return found
+        return _names_in(self._codes.values()) | self._given
+
+    @property
+    def own_names(self) -> set[str]:
+        """Those among `names` in code outside of installed packages."""
+        count, names = self._own_names
+        if count != len(self._codes):
+            names = _names_in(self._own_codes())
+            self._own_names = len(self._codes), names
+        return names
+
+    @property
+    def attributes(self) -> set[str]:
+        """Names of the attributes and methods that code outside of installed packages reads."""
+        return {name for code in self._own_codes() for name in _loaded_attributes(code)}
+
+    @property
+    def methods(self) -> set[str]:
+        """Those among them that it calls."""
+        return {name for code in self._own_codes() for name, called in _loaded_attributes(code).items() if called}
+
+    @property
+    def own(self) -> list[tuple[types.CodeType, dict[str, Any]]]:
+        """The code outside of installed packages, each with the globals that it ran with."""
+        return [(self._codes[where], variables) for where, variables in self._globals.items()]
+
+    @property
+    def computes_names(self) -> bool:
+        """Whether code outside of installed packages reads attributes that may be absent, or computes their names."""
+        return any(map(_computes_names, self._own_codes()))
 
     @property
     def parts_of_names(self) -> tuple[str, ...]:
@@ -141,7 +191,7 @@ class Reads:
             {
                 value
                 for code in self._own_codes()
-                if not COMPUTES_NAMES.isdisjoint(code.co_names)
+                if _computes_names(code)
                 for value in code.co_consts
                 if type(value) is str and value.replace("_", "a").isalnum()
             }
@@ -164,7 +214,7 @@ class Reads:
 
     def _own_codes(self) -> list[types.CodeType]:
         """Return the code outside of installed packages and the standard library."""
-        return [code for code in self._codes.values() if _is_own(code)]
+        return [self._codes[where] for where in self._globals]
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -179,8 +229,13 @@ class Reads:
                 gc.enable()
 
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if self._import is not None:  # a module that is imported now: no later run repeats this
+            if event == "return" and frame is self._import:
+                self._import = None
+            return
         if event == "c_call":
             name = f"{argument.__module__}.{argument.__name__}" if argument.__module__ else argument.__qualname__
+            self.packs_saved_tensors |= argument.__name__ in PACKING
             if name in OUTSIDE and _is_called_by_own_code(frame):
                 self.outside.add(OUTSIDE[name])
             return
@@ -189,10 +244,17 @@ class Reads:
         if event != "call":
             return
         code = frame.f_code
+        if code.co_name == "<module>" and frame.f_back is not None and _is_of_importlib(frame.f_back.f_code):
+            self._import = frame
+            return
         if code.co_filename.startswith(_OPERATORS):
             return
-        if not _is_of_the_core(code):
+        if code.co_name in THREADS.get(code.co_filename.removeprefix(_STANDARD), ()) and _is_called_by_own_code(frame):
+            self.outside.add(_THREADS)
+        if id(code) not in self._codes and not _is_of_the_core(path := _path_of(frame)):
             self._codes[id(code)] = code
+            if _is_own(path) and not _is_of_a_library(frame):
+                self._globals[id(code)] = frame.f_globals
         if _is_compile_wrapper(code) and not _forces_eager():
             self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
         if code.co_argcount:
@@ -207,8 +269,23 @@ class Reads:
                 self.made[storage._cdata] = StorageWeakRef(storage)
 
 
-def _is_of_the_core(code: types.CodeType) -> bool:
-    return code.co_filename.startswith(_CORE) and not code.co_filename.startswith(_ADAPTERS)
+def _computes_names(code: types.CodeType) -> bool:
+    return not COMPUTES_NAMES.isdisjoint(code.co_names)
+
+
+def _names_in(codes: Iterable[types.CodeType]) -> set[str]:
+    """Return the names of globals, attributes and closure variables in code, and strings that may be names."""
+    found: set[str] = set()
+    for code in codes:
+        found.update(code.co_names, code.co_freevars)
+        for value in code.co_consts:
+            if type(value) is str:
+                found.update(part for part in value.split(".") if part.isidentifier())
+    return found
+
+
+def _is_of_the_core(path: str) -> bool:
+    return path.startswith(_CORE) and not path.startswith(_ADAPTERS)
 
 
 def _is_compile_wrapper(code: types.CodeType) -> bool:
@@ -221,8 +298,29 @@ def _forces_eager() -> bool:
     return getattr(stance, "stance", "") == "force_eager"
 
 
-def _is_own(code: types.CodeType) -> bool:
-    return not code.co_filename.startswith((*_LIBRARIES, "<frozen")) and "-packages" not in code.co_filename
+def _is_of_importlib(code: types.CodeType) -> bool:
+    return code.co_filename.startswith("<frozen importlib")
+
+
+def _path_of(frame: types.FrameType) -> str:
+    """Return the file of the code that runs in this frame; empty for text that has no file.
+
+    Code of eval and exec, which also make dataclasses, is that of the module in which it runs.
+    """
+    path = frame.f_code.co_filename
+    if path != "<string>":
+        return path
+    return frame.f_globals.get("__file__") or ("" if frame.f_globals.get("__name__") == "__main__" else "<frozen")
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file is outside of installed packages, the standard library and this core."""
+    return not path.startswith((*_LIBRARIES, _CORE, "<frozen")) and "-packages" not in path
+
+
+def _is_of_a_library(frame: types.FrameType) -> bool:
+    """Whether this is Megatron's or Transformer Engine's code, which may run from a checkout."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES
 
 
 def _is_called_by_own_code(frame: types.FrameType | None) -> bool:
@@ -231,7 +329,7 @@ def _is_called_by_own_code(frame: types.FrameType | None) -> bool:
         if os.path.basename(frame.f_code.co_filename).startswith(INCIDENTAL):
             return False
         frame = frame.f_back
-    return frame is not None and _is_own(frame.f_code)
+    return frame is not None and _is_own(_path_of(frame)) and not _is_of_a_library(frame)
 
 
 def outside_reads(ran: Reads | None) -> list[str]:
@@ -239,6 +337,30 @@ def outside_reads(ran: Reads | None) -> list[str]:
     if ran is None or not ran.outside:
         return []
     return [f"reads {', '.join(sorted(ran.outside))}, which a replay would not read again: pass values as arguments"]
+
+
+def tensor_facts_read(ran: Reads | None, device: torch.device) -> list[str]:
+    """Return why a run can't be replayed that reads how its tensors came about, as a list of at most one reason.
+
+    On a CPU also why one can't that reads addresses: what other code computes there does not pass the dispatcher.
+    """
+    facts = TENSOR_FACTS if device.type != "cpu" else TENSOR_FACTS | {"data_ptr"}
+    if ran is None or not (found := facts & ran.attributes):
+        return []
+    return [f"reads {', '.join(sorted(found))} of a tensor, which may be another in a capture: pass the value"]
+
+
+def seeds_given(ran: Reads | None) -> list[str]:
+    """Return why a run that seeds a random generator can't be replayed, as a list of at most one reason."""
+    if ran is None or ran.methods.isdisjoint(SEEDING):
+        return []
+    return ["calls seed or manual_seed, which a replay would not repeat: seed before the call"]
+
+
+def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
+    """Return why a run can't be captured on `device`, by what it reads and calls."""
+    found = outside_reads(ran) + seeds_given(ran) + tensor_facts_read(ran, device)
+    return found + refused_compiled_code(ran, device)
 
 
 def refused_compiled_code(ran: Reads | None, device: torch.device) -> list[str]:
@@ -284,7 +406,7 @@ class Watch:
         self.ordered: dict[int, Any] = {}  # dictionaries of which the keys are watched
         self.large: dict[int, Any] = {}  # lists and dictionaries of which all items are watched
         self.contents: list[Namespace] = []
-        self.absent: list[tuple[dict[str, Any], str]] = []  # globals that do not exist
+        self.absent: list[tuple[Container[str], str]] = []  # globals and slots without a value
         self.containers: list[int] = []  # id of the container of each owner
         self._known: set[tuple[int, Any]] = set()
         self._excluded: set[tuple[int, Any]] = set()
@@ -360,10 +482,10 @@ class Watch:
                 if self._is_new(where, "contents"):
                     self.contents.append(namespace)
                 continue
-            if isinstance(namespace, (Items, Attributes)) and (where, MISSING) not in self._known:
+            if isinstance(namespace, COUNTED) and (where, MISSING) not in self._known:
                 self._known.add((where, MISSING))
                 if not any(changed == where for changed, _ in self._excluded):
-                    self._add_container(namespace)
+                    self._add_container(namespace, reads.computes_names)
             if isinstance(namespace, Attributes) and HOOKS[0] in container and where not in self._modules:
                 if self._is_new(where, HOOKS):
                     self.hooks += [container[name] for name in HOOKS]
@@ -372,10 +494,10 @@ class Watch:
             ):
                 continue
             if isinstance(namespace, Globals) and namespace.code is not None:
-                for name in _absent_names(namespace.code, container):
-                    if self._is_new(where, name):
-                        self.absent.append((container, name))
+                self._add_absent(where, container, _absent_names(namespace.code, container))
             owner = namespace.values_by_key()
+            if isinstance(namespace, Values):
+                self._add_absent(where, owner, [name for name in namespace.names if name not in owner])
             for key, value in namespace.read().items():
                 if self._reads(namespace, key, value, names, parts) and self._is_new(where, key):
                     self.owners.append(owner)
@@ -390,9 +512,27 @@ class Watch:
         self._known.add((where, key))
         return True
 
-    def _add_container(self, namespace: Namespace) -> None:
-        """Watch the length of a container; of a small one also the keys, or all items if there are many."""
+    def _add_absent(self, where: int, owner: Container[str], names: Sequence[str]) -> None:
+        """Watch that no values have these names."""
+        self.absent += [(owner, name) for name in names if self._is_new(where, name)]
+
+    def _add_container(self, namespace: Namespace, computes_names: bool) -> None:
+        """Watch the length of a container; of a small one also the keys, or all items if there are many.
+
+        Of a tensor's attributes only if code may ask for some that are absent: libraries add others.
+        """
         container, where = namespace.container, id(namespace.container)
+        if isinstance(namespace, ClassAttributes):
+            if namespace.only is None or container is Tensor:
+                # Python adds these at their first use: by pickle and copy, and by code that reads annotations.
+                copyreg._slotnames(container)  # type: ignore[attr-defined]  # noqa: SLF001
+                getattr(container, "__annotations__", None)
+                self.sized[where] = vars(container)
+            return
+        if isinstance(namespace, TensorAttributes):
+            if computes_names:
+                self.sized[where] = container
+            return
         if not isinstance(namespace, Items):
             self.sized[where] = container
             return
@@ -425,6 +565,8 @@ class Watch:
             return True
         if key in MODULE_ATTRIBUTES:
             return key == "training" and id(namespace.container) not in self._modules
+        if isinstance(namespace, ClassAttributes) and key[:2] == "__":
+            return True  # Python itself looks special methods up
         return key in names or bool(parts) and (key.startswith(parts) or key.endswith(parts))
 
     def signature(self) -> tuple[Any, ...]:
@@ -481,6 +623,20 @@ def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
     if "globals" in code.co_names:
         loaded.update(value for value in code.co_consts if type(value) is str and value.isidentifier())
     return tuple(loaded)
+
+
+@functools.lru_cache(maxsize=8192)
+def _loaded_attributes(code: types.CodeType) -> dict[str, bool]:
+    """Return the names that code loads as attributes, and whether it calls them as methods."""
+    found: dict[str, bool] = {}
+    is_callee = False  # of an expression such as torch.manual_seed, which begins with a mark on the stack for its call
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            called = is_callee or instruction.opname == "LOAD_METHOD" or "NULL" in instruction.argrepr
+            found[instruction.argval] = found.get(instruction.argval, False) or called
+        elif instruction.opname != "CACHE":
+            is_callee = "NULL" in instruction.argrepr or instruction.opname == "PUSH_NULL"
+    return found
 
 
 def _absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:

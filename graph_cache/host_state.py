@@ -12,14 +12,16 @@ import re
 import sys
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from graph_cache.namespaces import (
+    MAX_ITEMS,
     MISSING,
     PLAIN,
     Attributes,
@@ -31,6 +33,7 @@ from graph_cache.namespaces import (
     Hidden,
     Items,
     Namespace,
+    TensorAttributes,
     Values,
     is_buffer,
     is_hidden,
@@ -45,19 +48,34 @@ RECORDS = frozenset(("types", "argparse", "collections", "dataclasses", "queue",
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
 SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler")
 NOT_FOLLOWED = (Tensor, tuple, types.BuiltinFunctionType, types.MethodType, functools.partial)
+FLAGS = frozenset(("main_grad", "grad_added_to_main_grad"))  # of parameters, which `parameter_aliases.py` takes care of
 LIBRARIES = frozenset(("transformer_engine", "megatron"))
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
-_WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, type(functools.cache(len)))
+_WRAPPERS = (
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    type(functools.cache(len)),
+)
 PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))  # modules whose functions other code may replace
-_WRAPPED = ("__func__", "fget", "func", "__wrapped__")  # where these keep their function
+_WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "dispatcher")  # what these refer to
 
 
 class Ran(Protocol):
-    """The code of an observed run."""
+    """The code of an observed run. `own` is that outside of installed packages, with the globals that it ran with."""
 
     @property
     def names(self) -> set[str]: ...
+
+    @property
+    def own(self) -> Sequence[tuple[types.CodeType, dict[str, Any]]]: ...
+
+    @property
+    def own_names(self) -> set[str]: ...
 
     def __contains__(self, code: object) -> bool: ...
 
@@ -66,6 +84,8 @@ class _AnyCode:
     """Stands for all code, before a run was observed."""
 
     names: set[str] = set()
+    own: tuple[tuple[types.CodeType, dict[str, Any]], ...] = ()
+    own_names: set[str] = set()
 
     def __contains__(self, code: object) -> bool:
         return True
@@ -237,6 +257,11 @@ def reachable(
     found: list[Namespace] = []
     seen = set(map(id, ignored))
     frontier = list(roots)
+    if ran is not None:
+        # Functions that ran without a reference from the roots that leads to them.
+        found += [Globals("", variables, tuple(global_names(code)), code) for code, variables in ran.own]
+        found.append(ClassAttributes("Tensor", Tensor, only=_patched_methods(Tensor, ran.own_names)))
+        frontier += [item for namespace in found for item in namespace.read().items()]
     for _ in range(DEPTH):
         following: list[tuple[str, Any]] = []
         for path, value in frontier:
@@ -247,7 +272,9 @@ def reachable(
                 return found
             for namespace in _namespaces_of(path, value, ran):
                 found.append(namespace)
-                if not isinstance(namespace, (Contents, Hidden)) and not namespace.is_library:
+                if isinstance(namespace, (Contents, Hidden)):
+                    following += [(path, item) for item in _held(namespace)]
+                elif not namespace.is_library:
                     following += [
                         (namespace.name_of(key), item)
                         for key, item in namespace.read().items()
@@ -258,6 +285,17 @@ def reachable(
                 following += [(kind.__name__, kind) for kind in type(value).__mro__]
         frontier = following
     return found
+
+
+def _patched_methods(kind: type, names: Container[str]) -> tuple[str, ...]:
+    """Return those of these names under which other code has put functions on a class of PyTorch."""
+    return tuple(
+        [
+            name
+            for name, value in vars(kind).items()
+            if name in names and isinstance(value, types.FunctionType) and not _is_library(value.__module__)
+        ]
+    )
 
 
 def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace]:
@@ -284,6 +322,11 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
             yield ClassAttributes(path, value, only=("forward",))
         elif ran is not None and not _is_library(value.__module__):
             yield ClassAttributes(path, value)
+    elif isinstance(value, Tensor):
+        if ran is ANY_CODE:
+            yield Attributes(path, vars(value), is_library=True)
+        elif ran is not None and ran.own_names:
+            yield TensorAttributes(path, vars(value), ran.own_names - FLAGS)
     elif not isinstance(value, NOT_FOLLOWED) and not _is_skipped(type(value).__module__):
         yield from _attributes_of(path, value)
 
@@ -302,8 +345,16 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
         yield Values(path, value, slots)
 
 
+def _held(namespace: Namespace) -> list[Any]:
+    """Return the objects in a set or in a context variable."""
+    values = [one for one in namespace.read().values() if one is not MISSING]
+    if isinstance(namespace, Hidden):
+        return values if isinstance(namespace.container, ContextVar) else []
+    return [item for contents in values if isinstance(contents, frozenset) for item in contents]
+
+
 def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values that an immutable object refers to."""
+    """Return the values that an immutable object refers to, and what a dictionary holds besides its values."""
     if isinstance(value, types.FunctionType):
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [(f"a default of {path}", item) for item in defaults]
@@ -315,13 +366,16 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
         return [(path, value())]
     if isinstance(value, memoryview):
         return [(path, value.obj)]
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, frozenset)):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        keys = [key for key in dict.keys(value) if type(key) not in PLAIN] if len(value) <= MAX_ITEMS else []
+        factory = [value.default_factory] if isinstance(value, defaultdict) else []
+        return [(path, item) for item in (*keys, *factory)]
     if isinstance(value, types.MappingProxyType):
         return [(path, one) for one in gc.get_referents(value)]
     if isinstance(value, _WRAPPERS):
-        wrapped = [getattr(value, name, None) for name in _WRAPPED]
-        return [(path, one) for one in wrapped if isinstance(one, types.FunctionType)]
+        return [(path, getattr(value, name)) for name in _WRAPPED if hasattr(value, name)]
     return []
 
 
@@ -342,10 +396,10 @@ def _is_state_of_a_library(old: Any, new: Any) -> bool:
 
 def _is_library(module: str | None) -> bool:
     """Whether functions and classes of this module are not searched: nobody keeps state there that a run reads."""
-    root = "" if module is None else module.partition(".")[0]
-    return (
-        module is None or root in LIBRARIES or root == "torch" or root in sys.stdlib_module_names or _is_skipped(module)
-    )
+    if not isinstance(module, str):
+        return True
+    root = module.partition(".")[0]
+    return root in LIBRARIES or root == "torch" or root in sys.stdlib_module_names or _is_skipped(module)
 
 
 def _is_skipped(module: str) -> bool:

@@ -15,7 +15,7 @@ import random
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
 MAX_ITEMS = 4096  # of larger containers, only the length is compared
+# What Python itself stores in a class.
+METADATA = frozenset(
+    f"__{name}__"
+    for name in (
+        *("module", "qualname", "doc", "dict", "weakref", "annotations", "annotate", "slots", "abstractmethods"),
+        *("parameters", "type_params", "orig_bases", "match_args", "dataclass_fields", "dataclass_params"),
+        *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
+    )
+)
 # Compilers and launchers of kernels keep settings of their own in context variables.
 COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 
@@ -162,6 +171,25 @@ class Globals(Namespace):
         self.container.update(values)
 
 
+class TensorAttributes(Namespace):
+    """Those attributes of a tensor that code names; libraries keep counters and flags there too."""
+
+    named = True
+
+    def __init__(self, path: str, container: dict[str, Any], names: Container[str]):
+        super().__init__(path, container)
+        self.names = names
+
+    def read(self) -> dict[Any, Any]:
+        return {name: value for name, value in self.container.items() if name in self.names}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        for name in self.read():
+            if name not in values:
+                del self.container[name]
+        self.container.update(values)
+
+
 class FunctionParts(Namespace):
     """Code and default arguments of a function."""
 
@@ -218,6 +246,9 @@ class _Attribute:
         except AttributeError:
             raise KeyError(name) from None
 
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self._owner, name)
+
 
 class Values(Namespace):
     """Slots of an object."""
@@ -258,8 +289,7 @@ class ClassAttributes(Namespace):
         return {
             name: value
             for name, value in vars(self.container).items()
-            if (self.only is None or name in self.only)
-            and (name in ("__call__", "__getattr__") or not (name.startswith("__") and name.endswith("__")))
+            if (name not in METADATA if self.only is None else name in self.only)
             and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
         }
 
@@ -439,8 +469,15 @@ def slots_of(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple([name for name in found if name not in ("__dict__", "__weakref__")])
+        found += [_mangled(name, base) for name in ([slots] if isinstance(slots, str) else slots)]
+    # A subclass may put a property over a slot.
+    return tuple([name for name in found if isinstance(getattr(kind, name, None), types.MemberDescriptorType)])
+
+
+def _mangled(name: str, owner: type) -> str:
+    """Return the name under which a class stores an attribute: that of its private ones has its own name in it."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if is_private and owner.__name__.strip("_") else name
 
 
 def _numpy() -> Any:

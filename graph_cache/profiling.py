@@ -11,13 +11,18 @@ from typing import Any
 
 @contextmanager
 def profiled(called: Callable[[types.FrameType, str, Any], object]) -> Iterator[None]:
-    """Set a profile function, as `sys.setprofile` does, within the block; the one before it goes on afterwards."""
+    """Set a profile function, as `sys.setprofile` does, within the block. One that is set already is called too."""
     before: Any = sys.getprofile()
-    sys.setprofile(called)
+
+    def both(frame: types.FrameType, event: str, argument: Any) -> None:
+        before(frame, event, argument)
+        called(frame, event, argument)
+
+    sys.setprofile(both if callable(before) else called)
     try:
         yield
     finally:
         if before is None or callable(before):
             sys.setprofile(before)
         else:
-            before.enable()  # of cProfile, which can't be set as a function
+            before.enable()  # of cProfile, which is no function: it pauses within the block

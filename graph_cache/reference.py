@@ -77,6 +77,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor
     flat = tensor.reshape(-1)
     # A tensor of one element may have any stride; a view as another dtype needs stride 1.
     flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

@@ -140,14 +140,16 @@ class Site:
                 result = part(**given, **dict(plan.variant))
         return result
 
-    def observe(self, key: GraphKey | None, run: Callable[[], Any], *, keeps: bool) -> tuple[bool, Any]:
-        """Observe a run at this key: find out what the function reads, and whether it can be captured.
+    def observe(
+        self, key: GraphKey | None, run: Callable[[], Any], inputs: Mapping[str, torch.Tensor], *, keeps: bool
+    ) -> tuple[bool, Any]:
+        """Observe a run on these inputs at this key: what the function reads, and whether it can be captured.
 
         Sets `refusal`. Returns whether the run's effects were kept, and its result; see `FunctionState.observe`.
         """
         assert self.state is not None
         self.observed.add(key)
-        kept, value, self.refusal = self.state.observe(run, keeps=keeps)
+        kept, value, self.refusal = self.state.observe(run, inputs, keeps=keeps)
         return kept, value
 
     def capture(self, capture: Callable[[], None]) -> None:

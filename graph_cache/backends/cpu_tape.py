@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
+from graph_cache.audit import higher_order_refusal
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
@@ -128,12 +130,17 @@ class TapeRecorder(DecomposingMode):
         self._storage_refs: list[StorageWeakRef] = []
         self._aliases: dict[tuple, torch.Tensor] = {}
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise the first operation would import the compiler, which takes a second or two
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            self._refusal = CaptureRefused(higher_order_refusal([func.name()]))
+            raise self._refusal
         if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
         if is_composite(func, CPU):

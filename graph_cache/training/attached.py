@@ -216,7 +216,8 @@ class AttachedModule:
         self.roots = [(type(module).__name__, self.scope)]
         if not part.submodules:
             self.roots.append((part.method, self.original))
-        self.ran: Reads | None = None
+        self.ran: Reads | None = None  # code that calls have executed
+        self.backward_ran: Reads | None = None
         self.observed_calls = 0
         self.versions = Versions(self.submodules)
         # Compiled code would be compiled anew under a profiler. A data-parallel wrapper is never captured.
@@ -355,6 +356,15 @@ class AttachedModule:
             versions.exclude(state.changed - state.created, made=bool(state.created))
             names = self.ran.names_to_follow
             versions.add(reachable(roots, ignored=self.ignored, ran=self.ran, names=names), self.ran)
+
+    def observed_backward(self, reads: Reads) -> None:
+        """Watch the Python state that a captured backward has read, such as that of an autograd.Function."""
+        self.backward_ran = (self.backward_ran or Reads()).merged(reads)
+        if self._unobserved or self.ran is None or not reads.own:
+            return
+        ran = self.ran.merged(self.backward_ran)
+        with self.versions.extended() as versions:
+            versions.add(reachable(self.roots, ignored=self.ignored, ran=ran, names=ran.names_to_follow), ran)
 
     def ambient_state(self) -> Hashable:
         """Return the current ambient state of a call."""

@@ -69,6 +69,7 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             f"the backward of {call.name} was run twice: a graph's backward runs once per forward, because the next "
             "forward reuses its memory; detach the module from its graphs to use retain_graph=True"
         )
+    ctx.saved_tensors  # noqa: B018 (raises, as eager does, if one was written in place since the forward)
     results = call.replay_backward(grads)
     for index in ctx.cloned:
         if results[index] is not None:
@@ -89,6 +90,8 @@ class _Replay(torch.autograd.Function):
             if index not in call.grads_read_in_place or type(tensors[index].grad_fn) is not _REPLAY_NODE
         ]
         outputs = call.replay_forward(tensors)
+        saved = [tensors[index] for index in call.saved_arguments] + [outputs[index] for index in call.saved_outputs]
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # None, not zeros, for outputs that no loss used
         if call.undifferentiable:
             ctx.mark_non_differentiable(*[outputs[index] for index in call.undifferentiable])

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import functools
-import math
+import io
+import pickle
+import types
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,22 +40,27 @@ class Repeated(int):
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Repeated))
 
 
+# The class of a tensor, and the names and values of its attributes.
+TensorKind = tuple[type, tuple[tuple[str, Any], ...]]
+
+
 @dataclass(frozen=True)
 class CallKey:
     """Everything about a call that a capture bakes in: structure, non-tensor values, tensor signatures, modes.
 
     - `tensors`: (shape, strides, dtype, device, requires_grad) of each tensor argument, in order.
-    - `types`: type of each value, since 2, 2.0 and True compare equal but compute differently. NegativeZero for -0.0.
+    - `types`: what distinguishes values that compare equal but compute differently, such as 2, 2.0 and True.
     - `autocast`: see `autocast_state`.
     - `settings`: PyTorch's global settings, which select kernels.
     - `ambient_state`: other state that a capture would bake in (see `AmbientState`).
     - `leaves`: under autocast, whether each tensor is a leaf; else empty. Autocast caches the casts of leaves, so their
       gradients are added before the cast and not after it.
+    - `kinds`: for each tensor, its class and attributes that code has given to it; empty if all are plain tensors.
     """
 
     structure: TreeSpec
     values: tuple[Any, ...]
-    types: tuple[type, ...]
+    types: tuple[Any, ...]
     tensors: tuple[tuple, ...]
     training: bool
     grad: bool
@@ -61,6 +68,7 @@ class CallKey:
     settings: Settings
     ambient_state: Hashable = None
     leaves: tuple[bool, ...] = ()
+    kinds: tuple[TensorKind, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # cached: each call is looked up several times
@@ -120,6 +128,7 @@ def flatten_call(
         settings(),
         ambient_state,
         _leaves(tensors) if any(autocast) else (),
+        _kinds(tensors),
     )
     return key, tensors
 
@@ -152,12 +161,80 @@ def _leaves(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple([tensor.is_leaf for tensor in tensors])
 
 
-class NegativeZero(float):
-    """Stands for the type of -0.0, which equals 0.0 but computes differently."""
+def _kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
+    """Return the class and attributes of each tensor, or nothing if all are plain tensors without attributes.
+
+    Attributes of parameters are left out: libraries keep flags in them that change during a step.
+    """
+    if not any([type(tensor) is not Tensor or tensor.__dict__ for tensor in tensors]):
+        return ()
+    return tuple([(type(tensor), _attributes(tensor) if type(tensor) is Tensor else ()) for tensor in tensors])
 
 
-def _type_of(value: Any) -> type:
-    return NegativeZero if type(value) is float and not value and math.copysign(1, value) < 0 else type(value)
+def _attributes(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
+    return tuple([(name, SameValue(value)) for name, value in tensor.__dict__.items()])
+
+
+def as_kind(tensor: Tensor, kind: TensorKind) -> Tensor:
+    """Return a static input as code sees the argument that it stands for: as a parameter, and with its attributes."""
+    if kind[0] is nn.Parameter:
+        return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+    tensor.__dict__.update({name: same.value for name, same in kind[1]})
+    return tensor
+
+
+class SameValue:
+    """A value that equals itself, and another of the same type and state: `==` may leave differences out.
+
+    The state is what pickle stores; objects in it that compare by identity count by identity. A dataclass may exclude
+    fields from its comparison, and frozenset([1]) equals frozenset([1.0]).
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameValue):
+            return NotImplemented
+        one, another = self.value, other.value
+        if one is another:
+            return True
+        if type(one) is not type(another) or _compares_by_identity(one):
+            return False
+        try:
+            return _state(one) == _state(another)
+        except Exception:  # of any kind: it runs code of the value
+            return False
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def _compares_by_identity(value: Any) -> bool:
+    return isinstance(value, (Tensor, type)) or type(value).__eq__ is object.__eq__
+
+
+class _StatePickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if _compares_by_identity(value) else None
+
+
+def _state(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _StatePickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _type_of(value: Any) -> Any:
+    """Return what tells a value apart from others that equal it."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return (kind, repr(value)) if not value.real or (kind is complex and not value.imag) else kind  # -0.0
+    if kind in PLAIN or kind is types.MethodType or _compares_by_identity(value):
+        return kind
+    return SameValue(value)
 
 
 @functools.cache
@@ -228,7 +305,7 @@ class Expected:
         self._training, self._autocast, self._ambient_state = key.training, key.autocast, key.ambient_state
         self._settings = key.settings
         self._only_tensors = all(value is TENSOR for value in key.values) and not kwargs
-        self._signatures, self._leaves = key.tensors, key.leaves
+        self._signatures, self._leaves, self._kinds = key.tensors, key.leaves, key.kinds
         self._values = list(zip(key.values, key.types, strict=True))
 
     def tensors(
@@ -258,6 +335,8 @@ class Expected:
                 or signature != (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             ):
                 return None
+        if _kinds(tensors) != self._kinds:
+            return None
         return tensors if not self._leaves or _leaves(tensors) == self._leaves else None
 
     def _match_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
@@ -271,11 +350,19 @@ class Expected:
             elif expected_type is Repeated:
                 if leaf is not found[value]:
                     return None
-            elif isinstance(leaf, Tensor) or type(leaf) is not expected_type or leaf != value:
-                return None
-            elif expected_type is float and not leaf and _type_of(leaf) is NegativeZero:
+            elif leaf is not value and (
+                isinstance(leaf, Tensor) or _type_of(leaf) != expected_type or not _equal(leaf, value)
+            ):
                 return None
         return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values of one type are equal; not if their comparison fails, as that of arrays."""
+    try:
+        return bool(one == other)
+    except Exception:  # of any kind: it runs code of the value
+        return False
 
 
 def unflatten_call(key: CallKey, tensors: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
@@ -358,9 +445,12 @@ def any_on_other_device(tensors: Sequence[Tensor], device: torch.device) -> bool
 def lacks_memory(tensor: Tensor) -> bool:
     """Whether the tensor has no storage address of its own to identify it by.
 
-    True for wrappers of other tensors (DTensor), sparse tensors, and lazy views that share the address of their base.
+    True for wrappers of other tensors (DTensor), sparse tensors, lazy views that share the address of their base, and
+    quantized tensors, whose scale is a number beside the memory.
     """
     try:
-        return is_sparse(tensor) or is_lazy(tensor) or (not tensor.data_ptr() and tensor.numel() > 0)
+        if is_sparse(tensor) or tensor.is_quantized or is_lazy(tensor):
+            return True
+        return not tensor.data_ptr() and tensor.numel() > 0
     except RuntimeError:  # tracing tensors (torch.export, torch.func) have no data_ptr
         return True

@@ -6,6 +6,7 @@ gradient that is still referenced.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graph_cache.audit import storage_of
 
 storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes
@@ -190,3 +195,30 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
             found[id(node.variable)] = node.variable
         stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
     return list(found.values())
+
+
+def saved_storages(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the addresses of the storages that the history of these tensors saves for a backward.
+
+    Calls the hooks that unpack saved tensors, if there are any.
+    """
+    found: set[int] = set()
+    visited: set[Node] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        stack += [following for following, _ in node.next_functions]
+        names = ["saved_tensors"] if hasattr(node, "saved_tensors") else _saved_names(type(node))
+        for value in tree_leaves([getattr(node, name) for name in names]):
+            storage = storage_of(value) if isinstance(value, Tensor) else None
+            if storage is not None:
+                found.add(storage._cdata)
+    return found
+
+
+@functools.cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]

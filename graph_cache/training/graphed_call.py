@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.errors import CaptureRefused
+from graph_cache.host_reads import Reads
 from graph_cache.host_state import objects_with_tensors
 from graph_cache.layout import copy_into, copy_of, distinct
 from graph_cache.namespaces import Namespace
@@ -39,6 +40,7 @@ from graph_cache.training.gradients import (
     GradientMemory,
     UncopiedGradients,
     leaves_of,
+    saved_storages,
     storage_users,
 )
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
@@ -89,6 +91,9 @@ class GraphedCall:
         self.outputs: list[Tensor] = []
         self.differentiable: list[int] = []  # indices of outputs with gradients
         self.undifferentiable: list[int] = []
+        # Indices of inputs and parameters, and of outputs, that the history saves: eager's backward checks these.
+        self.saved_arguments: list[int] = []
+        self.saved_outputs: list[int] = []
         self.inputs_requiring_grad = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
@@ -97,6 +102,7 @@ class GraphedCall:
         self.grads_read_in_place: set[int] = set()
         self.parameter_grads: list[Tensor | None] = []
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
+        self._backward_ran, self.backward_reads = owner.backward_ran, Reads()
         self._forward, self._recreate_ambient_state = owner.eager, owner.recreate_ambient_state
         self._state = [*owner.scope.buffers(), *context.state.values()]
         self._ignored, self._roots, self._ran = owner.ignored, owner.roots, owner.ran
@@ -159,6 +165,10 @@ class GraphedCall:
         aliases = dict(zip(self.parameters, self._aliases.trainable, strict=True))
         self.parameters = [parameter for parameter, alias in aliases.items() if id(alias) in reached]
         self._leaves = [aliases[parameter] for parameter in self.parameters]
+        is_known = self._ran is not None and not self._ran.packs_saved_tensors
+        saved = saved_storages(self.outputs) if is_known else set()
+        self.saved_arguments = _indices_in([*self.inputs, *self._leaves], saved)
+        self.saved_outputs = _indices_in(self.outputs, saved)
         self._replay_forward = self._forward_graph.bare_replay
         self._static_inputs = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
         if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
@@ -253,6 +263,8 @@ class GraphedCall:
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"
             )
+        if any(output.is_quantized for output in self.outputs):
+            raise CaptureRefused(f"{self.name} returns a quantized tensor, whose scale a replay would not update")
         self._refuse_undeclared_leaves()
 
     def _refuse_undeclared_leaves(self) -> None:
@@ -285,9 +297,11 @@ class GraphedCall:
             self._pool.backend.device,
             ignored=self._ignored,
             ran=self._ran,
+            backward_ran=self._backward_ran,
         )
-        with self._refuse_nested_backward(), changes, modes, writing:
+        with self._refuse_nested_backward(), changes as reads, modes, writing:
             self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)
+        self.backward_reads = reads
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
         self._added_to_main_grad = [
             parameter for parameter, is_added in zip(self.parameters, added, strict=True) if is_added
@@ -439,6 +453,7 @@ class GraphedCall:
         self._backward_graph.close()
         self.inputs = self.outputs = self.grad_outputs = []
         self.used, self.stored, self.namespaces, self._forward_audit = {}, [], [], StorageAudit()
+        self.backward_reads = Reads()
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []
         (
             self._static_inputs,
@@ -447,6 +462,12 @@ class GraphedCall:
             self._uncopied_gradients,
             self._copies,
         ) = [], [], None, None, Copies(())
+
+
+def _indices_in(tensors: Sequence[Tensor], storages: set[int]) -> list[int]:
+    """Return the indices of tensors that have one of these storages."""
+    found = [storage_of(tensor) for tensor in tensors]
+    return [index for index, one in enumerate(found) if one is not None and one._cdata in storages]
 
 
 def _ones(output: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -29,8 +29,7 @@ from graph_cache.host_reads import (
     gradient_hooks_of,
     hooks_of,
     iterators_read,
-    outside_reads,
-    refused_compiled_code,
+    refused_reads,
 )
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
@@ -47,6 +46,7 @@ from graph_cache.training.call import (
     CallKey,
     Result,
     any_on_other_device,
+    as_kind,
     flatten_call,
     is_lazy,
     is_sparse,
@@ -102,6 +102,8 @@ class _IterationGraph:
             (tensor.detach().clone() if lacks_memory(tensor) else copy_of(tensor)).requires_grad_(tensor.requires_grad)
             for tensor in tensors
         ]
+        if key.kinds:
+            self.inputs = list(map(as_kind, self.inputs, key.kinds))
         self.addresses = AddressBook()
         self.outside_addresses = AddressBook()  # of tensors outside modules
         self.quantizers = Quantizers([])  # of modules of Transformer Engine
@@ -200,7 +202,7 @@ class CapturedIteration:
             self._stats.fallbacks[self.name, SCOPE, PRECISION_AUTOCAST] += 1
             return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
-        if any(is_sparse(tensor) or is_lazy(tensor) or overlaps(tensor) for tensor in tensors):
+        if any(is_sparse(one) or one.is_quantized or is_lazy(one) or overlaps(one) for one in tensors):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)
         if any_on_other_device(tensors, self._pool.backend.device):
@@ -446,7 +448,8 @@ class CapturedIteration:
             self._observations[key] = seen
             return
         reads, audit = Reads(), StorageAudit()
-        with reads.observing(), audit:
+        # Backwards run in this thread, where their code is observed. By itself, autograd uses a thread for each GPU.
+        with torch.autograd.set_multithreading_enabled(False), reads.observing(), audit:
             yield
         device = self._pool.backend.device
         self._ran = (self._ran or Reads()).merged(reads)
@@ -465,8 +468,8 @@ class CapturedIteration:
         seen.refusals = _describe_changes((changes if self._checks_attributes else []) + process.changes())
         if iterators := iterators_read(state.namespaces, self._ran.names) if self._checks_attributes else []:
             seen.refusals.append(f"may read the iterator {', '.join(iterators)}, which a replay would not advance")
-        seen.refusals += outside_reads(self._ran) + refused_compiled_code(self._ran, device)
-        seen.refusals += self._optimizers_on_host() or audit.refused_host_memory(device)
+        seen.refusals += refused_reads(self._ran, device)
+        seen.refusals += self._optimizers_on_host() or audit.refusals(device)
         if hooks.have_changed():
             seen.refusals.append(TensorHooks.REFUSAL)
         declared = self._declared_storages()

@@ -21,7 +21,7 @@ from graph_cache.capture_state import CaptureState
 from graph_cache.errors import CaptureError, CaptureRefused
 from graph_cache.layout import distinct
 from graph_cache.training.attached import AttachedModule, ModuleState
-from graph_cache.training.call import BackwardKey, CallKey, Expected, is_sparse
+from graph_cache.training.call import BackwardKey, CallKey, Expected, as_kind, is_sparse
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.parameter_aliases import trainable
@@ -296,6 +296,8 @@ class MicrobatchGraphs:
             elif recorded is not None and len(recorded.indices) > 1:
                 shared_inputs.append((len(inputs), recorded))
             inputs.append(static.requires_grad_(tensor_signature[4]))
+        if key.kinds:
+            inputs = list(map(as_kind, inputs, key.kinds))
         pair = GraphedCall(owner, key, inputs, sample.backward, self._context, self._memory)
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
         label = (owner.name, SCOPE, "forward", rows)

@@ -25,12 +25,15 @@ def observe_steps(callback: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def settings_of(optimizer: Optimizer) -> Hashable:
-    """Return the settings that a graph holds as constants: learning rates, betas, parameters of each group, and hooks.
+    """Return the settings that a graph holds as constants: learning rates, betas, parameters of each group.
+
+    With them what code has put around `step`: hooks, or a function in its place.
 
     Tensors are read by the graph, so they count by identity only.
     """
     hooks = (vars(optimizer)["_optimizer_step_pre_hooks"], vars(optimizer)["_optimizer_step_post_hooks"])
     return (
+        IdentityKey(vars(optimizer).get("step")),
         *[tuple((key, IdentityKey(hook)) for key, hook in registry.items()) for registry in hooks],
         *[
             (name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))

@@ -140,6 +140,7 @@ class RecordedStep:
             self.addresses.watch(ReadTensors(namespaces, used, without=stored), trained=True)
             for pair in pairs:
                 pair.namespaces = []
+                owner.observed_backward(pair.backward_reads)
             if owner.surroundings is not None:
                 self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
         self.addresses.watch(self._context.state)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, outside_reads, refused_compiled_code
-from graph_cache.host_state import HostState
+from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, refused_reads
+from graph_cache.host_state import ANY_CODE, HostState, Ran
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
 from graph_cache.training.compiled import is_compiled
@@ -87,7 +87,7 @@ def refuse_side_effects(
     audit, compiled = _audit(device), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
         raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
-    if found := outside_reads(ran) + refused_compiled_code(ran, device):
+    if found := refused_reads(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
     try:
         with nullcontext() if compiled else audit:
@@ -106,7 +106,7 @@ def refuse_side_effects(
         for index, (tensor, version) in enumerate(zip(inputs, versions, strict=True))
         if (version is not None and tensor._version != version) or _was_used(tensor, audit.written, unknown=False)
     ]
-    reasons += audit.refused_host_memory(device)
+    reasons += audit.refusals(device)
     if reasons:
         raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
 
@@ -131,23 +131,33 @@ def refuse_backward_changes(
     *,
     ignored: Sequence[Any] = (),
     ran: Reads | None = None,
-) -> Iterator[None]:
+    backward_ran: Reads | None = None,
+) -> Iterator[Reads]:
     """Check the block, which is a captured backward, for side effects, such as those of a tensor's hooks.
 
-    Restores Python state and raises CaptureRefused after the block if the backward changes such state, or uses tensors
-    in the host's memory that its forward has not. `forward` is the audit of that; other arguments as in
-    `refuse_side_effects`.
+    Yields the code that it runs. Restores Python state and raises CaptureRefused after the block if the backward
+    changes such state, reads what a replay would not read again, or uses tensors in the host's memory that its forward
+    has not. `forward` is the audit of that, `backward_ran` the code that an earlier backward executed; other arguments
+    as in `refuse_side_effects`.
     """
-    state, audit = HostState(roots, ignored=ignored, ran=ran), _audit(device)
+    reads, compiled = Reads(), _is_compiled(scope, ran)
+    known: Ran | None = ran
+    if not compiled and ran is not None:
+        known = ANY_CODE if backward_ran is None else ran.merged(backward_ran)
+    state, audit = HostState(roots, ignored=ignored, ran=known), _audit(device)
     try:
-        with nullcontext() if _is_compiled(scope, ran) else audit:
-            yield
+        if compiled:
+            yield reads
+        else:
+            # In this thread, where the code is observed. By itself, autograd uses a thread for each GPU.
+            with torch.autograd.set_multithreading_enabled(False), audit, reads.observing():
+                yield reads
         found = state.changes(lambda tensor: True)
     finally:
         state.restore()
         audit.undo()
     reasons = [f"changes {', '.join(found)}"] if found else []
-    reasons += audit.refused_host_memory(device, earlier=forward)
+    reasons += refused_reads(reads, device) + audit.refusals(device, earlier=forward)
     if reasons:
         backward = f"the backward of {name}"
         raise CaptureRefused(f"{backward} {'; '.join(reasons)}. A replay would not repeat this")

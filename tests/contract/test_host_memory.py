@@ -189,8 +189,8 @@ def test_the_audit_finds_memory_of_the_host_under_another_device(use, is_refused
     audit = StorageAudit()
     with audit:
         use(x, host)
-    assert bool(audit.refused_host_memory(x.device)) == is_refused
-    assert not audit.refused_host_memory(torch.device("cpu"))
+    assert bool(audit.refusals(x.device)) == is_refused
+    assert not audit.refusals(torch.device("cpu"))
 
 
 def test_the_audit_undoes_writes_to_memory_of_the_host():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_cache.audit import StorageAudit
 from graph_cache.stats import CacheStats
-from tests.contract.training_models import WIDTH, assert_same, batches, iteration_of, mlp, twins
+from tests.contract.training_models import WIDTH, OtherThread, assert_same, batches, iteration_of, mlp, twins
 
 RATE = 0.05
 WARMING = 3  # eager calls before the first capture: the first, which registers the modules, and two more
@@ -256,15 +255,14 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
     """Exact for the capturing thread. For other threads, and outside captures, the answer is 'maybe' (True)."""
     model, seen = mlp().to(device), unobserved()
     optimizer, has_captured = torch.optim.SGD(model.parameters(), lr=RATE), pool.backend.has_captured
+    thread = OtherThread(lambda: setattr(seen, "elsewhere", has_captured()))
 
     def step(x):
         optimizer.zero_grad()
-        before = [has_captured()]
-        thread = threading.Thread(target=lambda: before.append(has_captured()))
-        thread.start()
-        thread.join()
+        before = has_captured()
+        thread.run()
         x = x + 1
-        seen.log.append((*before, has_captured()))
+        seen.log.append((before, seen.elsewhere, has_captured()))
         return x
 
     run = iteration_of(pool, CacheStats(), step)

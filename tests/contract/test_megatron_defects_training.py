@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from graph_cache.stats import CacheStats
 from graph_cache.training import modules as modules_file
 from tests.contract.training_models import (
     WIDTH,
+    OtherThread,
     assert_same,
     attached,
     batches,
@@ -88,19 +89,18 @@ def test_4_layers_pass_outputs_and_gradients_without_a_copy(pool, device):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_5_another_thread_may_allocate_during_a_capture(pool, device, where):
-    done = []
+    done = itertools.count()
 
     def allocate():
         for size in range(20, 25):
-            done.append(
-                torch.ones(1 << size, device=device).sum().item()
-            )  # larger than cached blocks, and synchronizes
+            torch.ones(1 << size, device=device).sum().item()  # larger than cached blocks, and synchronizes
+            next(done)
+
+    thread = OtherThread(allocate)
 
     def allocate_in_thread():
         if pool.capturing:
-            thread = threading.Thread(target=allocate)
-            thread.start()
-            thread.join()
+            thread.run()
 
     class AllocatesInThread(torch.autograd.Function):
         @staticmethod
@@ -123,7 +123,7 @@ def test_5_another_thread_may_allocate_during_a_capture(pool, device, where):
     _, stats = attached(graphed, ["0", "1"], pool)
     data = batches(4, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
-    assert len(done) >= 10
+    assert next(done) >= 10
     assert not stats.failed_captures
     assert sum(stats.replays.values()) == 4
 

@@ -23,7 +23,10 @@ NAMING = {  # functions that return texts
     "host_read_refusal",
     "_describe_changes",
     "outside_reads",
-    "refused_host_memory",
+    "_refused_host_memory",
+    "higher_order_refusal",
+    "seeds_given",
+    "tensor_facts_read",
     "refused_compiled_code",
     "_optimizers_on_host",
 }

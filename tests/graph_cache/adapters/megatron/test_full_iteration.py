@@ -291,7 +291,7 @@ def test_model_chunks_have_separate_buffers():
 
     def forward_step(data_iterator, chunk):
         given = next(data_iterator)
-        where.append(given["tokens"].data_ptr())
+        where.append(given["tokens"].untyped_storage()._cdata)  # noqa: SLF001
         return chunk(given["tokens"], given["positions"], None), functools.partial(mean_loss, given)
 
     def chunks():
