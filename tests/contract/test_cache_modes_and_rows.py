@@ -132,6 +132,9 @@ ROWS = {
     "softmax_over_rows": lambda x: x.softmax(0),
     "square": lambda x: x @ x.t(),
     "mean_of_normalised_rows": lambda x: nn.functional.layer_norm(x, (4,)).square().mean().round(decimals=3),
+    "number_of_rows": lambda x: x / x.shape[0],
+    "maximum": lambda x: x - x.amax(0),
+    "all": lambda x: torch.where((x > 0.5).all(), x * 2, x),
 }
 
 
@@ -143,9 +146,18 @@ def test_results_that_padding_would_change_are_computed_without_padding(pool, de
     if warm:
         cache.warm()
     for rows in (1, 3, 4):
-        x = torch.randn(rows, 4, device=device)
-        assert torch.equal(run(x=x), ROWS[name](x))
+        for x in (torch.randn(rows, 4, device=device), *(torch.rand(rows, 4, device=device) + low for low in (1, -2))):
+            assert torch.equal(run(x=x), ROWS[name](x))
     assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
+
+
+def test_a_function_that_writes_to_its_input_runs_eager(pool, device):
+    cache = cache_of(pool, device)
+    run = cache.graphed("adds", lambda x: x.add_(1) * 2, INPUT, buckets=(4,))
+    for _ in range(3):
+        x = torch.zeros(3, 4, device=device)
+        assert torch.equal(run(x=x), torch.full_like(x, 2)) and torch.equal(x, torch.ones_like(x))
+    assert not cache.stats.replays and "writes to its input x" in cache.stats.failures["adds"]
 
 
 def test_a_model_switched_to_train_mode_gets_no_padding(pool, device):
