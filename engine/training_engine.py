@@ -22,6 +22,7 @@ from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
+from graph_cache.digest import Digest
 from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
@@ -421,8 +422,8 @@ class TrainingEngine:
         return iteration
 
     def graphs(self) -> list[dict[str, Any]]:
-        """Return a row per module or iteration: graphs, bytes, replays, failed captures, the last failure, and eager
-        calls by reason.
+        """Return a row per module or iteration: graphs, bytes, replays, failed captures, the last failure, eager calls
+        by reason, and the digest of the graphs.
         """
         holders = [*self._modules, *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
@@ -442,6 +443,7 @@ class TrainingEngine:
                 "failure": self.stats.failures.get(name, ""),
                 "eager": {labels[2]: count for labels, count in self.stats.fallbacks.items() if labels[0] == name},
             }
+            | Digest.combined(Digest.of_row(row) for row in rows if row["module"] == name).columns()
             for name in sorted(names)
         ]
 

@@ -25,6 +25,7 @@ from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
+from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import (
@@ -112,6 +113,7 @@ class CacheEntry:
             engine=runners[0].engine if runners else "",
             nbytes=self.nbytes,
             capture_seconds=sum(runner.capture_seconds for runner in runners),
+            digest=Digest.combined(runner.digest for runner in runners),
         )
 
 

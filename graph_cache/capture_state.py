@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from graph_cache.digest import Digest
 from graph_cache.errors import GraphError
 from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMING_UP
 
@@ -132,7 +133,9 @@ class CaptureState:
             self.status = CaptureStatus.WARMING
         self.failure, self.replays, self.warmup_left = None, 0, max(0, warmup_runs)
 
-    def row(self, *, engine: str = "", nbytes: int = 0, capture_seconds: float = 0.0) -> dict[str, Any]:
+    def row(
+        self, *, engine: str = "", nbytes: int = 0, capture_seconds: float = 0.0, digest: Digest | None = None
+    ) -> dict[str, Any]:
         """Return the columns that the tables of all kinds of captures share, as plain values."""
         return {
             "state": self.status.value,
@@ -141,4 +144,4 @@ class CaptureState:
             "bytes": nbytes,
             "capture_seconds": round(capture_seconds, 6),
             "failure": self.failure,
-        }
+        } | (digest or Digest()).columns()

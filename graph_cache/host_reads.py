@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, getitem, is_
@@ -84,9 +85,13 @@ OUTSIDE = {
         for suffix in ("", "_ns")
     },
     **{f"{kind}.{name}": "the clock" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")},
+    **{f"time.{name}": "the clock" for name in ("strftime", "gmtime", "localtime", "ctime", "asctime")},
     "posix.times": "the clock",
     "posix.urandom": "random numbers of the system",
-    **{f"posix.{name}": "the file system" for name in ("stat", "lstat", "listdir", "scandir", "access", "getcwd")},
+    **{
+        f"posix.{name}": "the file system"
+        for name in ("stat", "fstat", "lstat", "listdir", "scandir", "access", "getcwd")
+    },
     **{f"{module}.open": "a file" for module in ("_io", "io", "posix")},
 }
 # Functions of the standard library, by file, that wait for another thread or give it work.
@@ -100,7 +105,9 @@ THREADS = {
 }
 # Attributes and methods of tensors that tell where the memory or the history of an argument comes from: a capture runs
 # on tensors of its own.
-TENSOR_FACTS = frozenset(("is_leaf", "grad_fn", "_base", "_version", "storage_offset"))
+TENSOR_FACTS = frozenset(
+    ("is_leaf", "grad_fn", "_base", "_version", "storage_offset", "retains_grad", "is_inference", "_backward_hooks")
+)
 PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
 SEEDING = frozenset(("seed", "manual_seed", "manual_seed_all"))
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
@@ -165,14 +172,9 @@ class Reads:
         return names
 
     @property
-    def attributes(self) -> set[str]:
-        """Names of the attributes and methods that code outside of installed packages reads."""
-        return {name for code in self._own_codes() for name in _loaded_attributes(code)}
-
-    @property
-    def methods(self) -> set[str]:
-        """Those among them that it calls."""
-        return {name for code in self._own_codes() for name, called in _loaded_attributes(code).items() if called}
+    def called(self) -> set[str]:
+        """Names of the functions and methods that code outside of installed packages calls."""
+        return {name for code in self._own_codes() for name in _called_names(code)}
 
     @property
     def own(self) -> list[tuple[types.CodeType, dict[str, Any]]]:
@@ -345,14 +347,14 @@ def tensor_facts_read(ran: Reads | None, device: torch.device) -> list[str]:
     On a CPU also why one can't that reads addresses: what other code computes there does not pass the dispatcher.
     """
     facts = TENSOR_FACTS if device.type != "cpu" else TENSOR_FACTS | {"data_ptr"}
-    if ran is None or not (found := facts & ran.attributes):
+    if ran is None or not (found := facts & ran.own_names):
         return []
     return [f"reads {', '.join(sorted(found))} of a tensor, which may be another in a capture: pass the value"]
 
 
 def seeds_given(ran: Reads | None) -> list[str]:
     """Return why a run that seeds a random generator can't be replayed, as a list of at most one reason."""
-    if ran is None or ran.methods.isdisjoint(SEEDING):
+    if ran is None or ran.called.isdisjoint(SEEDING):
         return []
     return ["calls seed or manual_seed, which a replay would not repeat: seed before the call"]
 
@@ -553,7 +555,7 @@ class Watch:
         if namespace.path.rpartition(".")[2] in UNWATCHED:
             return id(container) not in self._modules and bool(container)
         if isinstance(namespace, Contents):
-            return len(container) <= (MAX_WATCHED_ITEMS if isinstance(container, set) else MAX_WATCHED_BYTES)
+            return _fits(container)
         if isinstance(namespace, Hidden):
             return "value" in namespace.read()  # a context variable
         return True
@@ -602,6 +604,36 @@ class Watch:
         return self._signature
 
 
+class _TensorKey:
+    """A tensor by identity. It is not kept alive; another one at its address is not equal."""
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, tensor: Tensor):
+        self._id, self._reference = id(tensor), weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorKey):
+            return NotImplemented
+        found = self._reference()
+        return found is not None and found is other._reference()
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def _item_of_immutable(value: Any) -> Any:
+    """Return an item of a tuple or frozenset for comparison: no other code replaces it, and no address is watched."""
+    return _TensorKey(value) if isinstance(value, Tensor) else _comparable(value)
+
+
+def _fits(container: Any) -> bool:
+    """Whether a set or buffer is small enough to be compared as a whole."""
+    if isinstance(container, set):
+        return len(container) <= MAX_WATCHED_ITEMS
+    return memoryview(container).nbytes <= MAX_WATCHED_BYTES
+
+
 _function_parts = attrgetter(*FunctionParts.PARTS)
 
 
@@ -626,17 +658,18 @@ def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=8192)
-def _loaded_attributes(code: types.CodeType) -> dict[str, bool]:
-    """Return the names that code loads as attributes, and whether it calls them as methods."""
-    found: dict[str, bool] = {}
+def _called_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes that code loads in order to call them."""
+    found: set[str] = set()
     is_callee = False  # of an expression such as torch.manual_seed, which begins with a mark on the stack for its call
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            called = is_callee or instruction.opname == "LOAD_METHOD" or "NULL" in instruction.argrepr
-            found[instruction.argval] = found.get(instruction.argval, False) or called
-        elif instruction.opname != "CACHE":
+        is_attribute = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if not is_attribute and instruction.opname != "CACHE":
             is_callee = "NULL" in instruction.argrepr or instruction.opname == "PUSH_NULL"
-    return found
+        is_named = is_attribute or instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+        if is_named and (is_callee or instruction.opname == "LOAD_METHOD" or "NULL" in instruction.argrepr):
+            found.add(instruction.argval)
+    return frozenset(found)
 
 
 def _absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
@@ -671,11 +704,11 @@ def _item(owner: Any, key: Any) -> Any:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_comparable, value))
+        return tuple(map(_item_of_immutable, value))
     if isinstance(value, Tensor):
         return Tensor  # watched by address
     if isinstance(value, frozenset):
-        return frozenset(map(_comparable, value))
+        return frozenset(map(_item_of_immutable, value))
     return (type(value), value, repr(value)) if type(value) in PLAIN else IdentityKey(value)
 
 

@@ -40,8 +40,7 @@ from graph_cache.namespaces import (
     slots_of,
 )
 
-MAX_NAMESPACES = 20_000  # of a larger state, the rest is not searched
-DEPTH = 24  # references from a callable to its state: closure, trainer, wrapper, model, registry
+MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no graph is captured
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
 # Whose objects hold a user's values.
 RECORDS = frozenset(("types", "argparse", "collections", "dataclasses", "queue", "weakref", "_thread"))
@@ -120,7 +119,9 @@ class HostState:
         gradients: bool = False,
         ran: Ran | None = None,
     ):
-        self.namespaces = [one for one in reachable(roots, ignored=ignored, ran=ran) if libraries or not one.is_library]
+        found = reachable(roots, ignored=ignored, ran=ran)
+        self._is_complete = found.is_complete
+        self.namespaces = [one for one in found if libraries or not one.is_library]
         self.changed: set[tuple[int, Any]] = set()
         self.created: set[tuple[int, Any]] = set()
         self.results: list[tuple[Namespace, Any, Tensor]] = []
@@ -136,7 +137,7 @@ class HostState:
 
         A tensor may be replaced by a result without history if `was_read` is false for the former; see `results`.
         """
-        found = []
+        found = [] if self._is_complete else [f"unknown state: it can reach more than {MAX_NAMESPACES:,} objects"]
         for namespace, before in zip(self.namespaces, self._before, strict=True):
             now = namespace.read()
             for key in [*before, *[key for key in now if key not in before]]:
@@ -153,6 +154,10 @@ class HostState:
         found += [change for tensor in self._tensors.values() for change in tensor.changes()]
         return [_REGISTRY.sub(r".\1", name) for name in dict.fromkeys(found)]
 
+    def knows(self, value: Any) -> bool:
+        """Whether an object was in this state at construction."""
+        return any(value is one for before in self._before for one in before.values())
+
     def irreversible(self) -> list[str]:
         """Return the names of changed objects that `restore` can't restore, such as iterators."""
         return [
@@ -167,6 +172,8 @@ class HostState:
         """Restore all values, and the memory of tensors that was replaced."""
         for namespace, before in zip(self.namespaces, self._before, strict=True):
             now = namespace.read()
+            if isinstance(namespace, Contents) and now == before:
+                continue  # read anew each time
             if list(now) != list(before) or any(now[key] is not value for key, value in before.items()):
                 namespace.write(before)
         for tensor in self._tensors.values():
@@ -241,20 +248,26 @@ def _address(tensor: Tensor) -> int:
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
+class Namespaces(list[Namespace]):
+    """Namespaces that a search found. `is_complete`: there are no more than MAX_NAMESPACES."""
+
+    is_complete = True
+
+
 def reachable(
     roots: Sequence[tuple[str, Any]],
     without: tuple[type, ...] = (),
     ignored: Sequence[Any] = (),
     ran: Ran | None = None,
     names: Container[Any] | None = None,
-) -> list[Namespace]:
-    """Return the namespaces reachable from these named values, up to DEPTH references, each once.
+) -> Namespaces:
+    """Return the namespaces reachable from these named values, each once.
 
     Objects of the types in `without` and those in `ignored` are not followed. With `ran`, only functions that ran are
     followed, and methods, class attributes and names of imported modules are searched too. With `names`, only these
     names of objects are followed, and those that Python itself looks up (`__len__`).
     """
-    found: list[Namespace] = []
+    found = Namespaces()
     seen = set(map(id, ignored))
     frontier = list(roots)
     if ran is not None:
@@ -262,13 +275,14 @@ def reachable(
         found += [Globals("", variables, tuple(global_names(code)), code) for code, variables in ran.own]
         found.append(ClassAttributes("Tensor", Tensor, only=_patched_methods(Tensor, ran.own_names)))
         frontier += [item for namespace in found for item in namespace.read().items()]
-    for _ in range(DEPTH):
+    while frontier:
         following: list[tuple[str, Any]] = []
         for path, value in frontier:
             if id(value) in seen or type(value) in PLAIN or isinstance(value, without):
                 continue
             seen.add(id(value))
             if len(found) > MAX_NAMESPACES:
+                found.is_complete = False
                 return found
             for namespace in _namespaces_of(path, value, ran):
                 found.append(namespace)

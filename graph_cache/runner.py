@@ -14,6 +14,7 @@ import torch
 
 from graph_cache.audit import StorageAudit
 from graph_cache.backends.base import CapturedGraph, Memory
+from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.pool import GraphPool
 from graph_cache.reference import Reference
@@ -74,6 +75,11 @@ class GraphRunner:
     def nbytes(self) -> int:
         """Pool bytes that the capture needs (CPU) or added (CUDA); 0 before capture."""
         return self._graph.nbytes if self._graph else 0
+
+    @property
+    def digest(self) -> Digest:
+        """Hash of what a replay runs; empty before capture."""
+        return self._graph.digest if self._graph else Digest()
 
     def capture(self) -> None:
         """Run `fn` eagerly to warm up, then capture it. Holds the pool's lock.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graph_cache.digest import Digest
 from graph_cache.reference import Reference
 
 
@@ -22,6 +23,9 @@ class CapturedGraph(Protocol):
 
     nbytes: int
     """Pool bytes that this graph needs (CPU) or that its capture added (CUDA)."""
+
+    digest: Digest
+    """Hash of what a replay runs."""
 
     def replay(self) -> None:
         """Run on the static buffers. Returns once enqueued (CUDA) or done (CPU)."""

@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from graph_cache.backends.cpu_arena import Arena, Claim, plan_layout
+from graph_cache.backends.cpu_digest import digest_of
 from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import TapeRecorder
+from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.reference import Reference
 
@@ -26,8 +28,10 @@ logger = logging.getLogger(__name__)
 class CpuGraph:
     """A tape bound to memory. Owns its claim on the arena; the program keeps the tensors that it reads alive."""
 
-    def __init__(self, program: Callable[[], None], engine: str, claim: Claim, replay_lock: threading.Lock):
-        self.engine = engine
+    def __init__(
+        self, program: Callable[[], None], engine: str, claim: Claim, replay_lock: threading.Lock, digest: Digest
+    ):
+        self.engine, self.digest = engine, digest
         self.nbytes = claim.nbytes
         self._program: Callable[[], None] | None = program
         self._claim: Claim | None = claim
@@ -121,7 +125,7 @@ class CpuBackend:
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
         program, engine = self._build_program(bind(recorder.tape, claim, offsets), checks)
-        return CpuGraph(program, engine, claim, self._replay_lock)
+        return CpuGraph(program, engine, claim, self._replay_lock, digest_of(recorder.tape))
 
     def _noise_reference(self, fn: Callable[[], None], reference: Reference) -> list[Reference]:
         """Run `fn` again from noise, as a second reference: padding rows are all alike and hide some errors.

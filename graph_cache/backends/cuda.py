@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
+from graph_cache.backends.cuda_digest import Node, captured_nodes, digest_of
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
 from graph_cache.library_state import weight_update_flag
@@ -103,8 +104,9 @@ class CudaBackendGraph:
 
     engine = "cuda_graph"
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory):
+    def __init__(self, graph: torch.cuda.CUDAGraph, memory: CudaMemory, nodes: list[Node]):
         self.nbytes = memory.growth()
+        self.digest = digest_of(nodes)
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._memory = memory
         # Bound without a wrapper, since a training step replays two graphs per layer. Enqueues on the current stream.
@@ -199,6 +201,7 @@ class CudaBackend:
             try:
                 fn()
                 self.refuse_copies_of_the_host()
+                nodes = self._nodes()
                 graph.capture_end()
             except BaseException as error:
                 self._abandon(graph, memory, generators)
@@ -208,7 +211,7 @@ class CudaBackend:
                     raise error_type(f"the driver refused the capture: {remedy}{error}") from error
                 raise
         torch.cuda.synchronize(self.device)
-        return CudaBackendGraph(graph, memory)
+        return CudaBackendGraph(graph, memory, nodes)
 
     @contextmanager
     def _refusing_seeds(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -249,6 +252,14 @@ class CudaBackend:
                 "another shape or implementation may avoid it: cuDNN attention copies in its backward at sequence "
                 "lengths that are not a multiple of 128"
             )
+
+    def _nodes(self) -> list[Node]:
+        """Return the nodes of the capture in progress; none if the driver can't report them."""
+        try:
+            return captured_nodes(torch.cuda.current_stream(self.device).cuda_stream)
+        except CaptureError as error:
+            logger.warning("a graph has no digest: %s", error)
+            return []
 
     def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

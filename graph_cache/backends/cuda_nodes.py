@@ -15,7 +15,7 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from graph_cache.errors import CaptureError
 
 _ACTIVE = 1  # of CUstreamCaptureStatus
-_MEMCPY, _CHILD_GRAPH = 1, 4  # of CUgraphNodeType
+MEMCPY, CHILD_GRAPH = 1, 4  # of CUgraphNodeType
 _HOST, _UNIFIED = 1, 4  # of CUmemorytype
 _MEMORY_TYPE = 2  # of CUpointer_attribute: fails for pageable memory only
 _INVALID_VALUE = 1  # of CUresult
@@ -61,9 +61,9 @@ def has_nodes(stream: int) -> bool:
 
     True if unknown: no capture is in progress, or the driver reports an error.
     """
-    driver = _driver()
+    driver = driver_library()
     try:
-        graph = _graph_under_capture(driver, stream)
+        graph = graph_under_capture(driver, stream)
         return graph is None or _node_count(driver, graph) > 0
     except CaptureError:
         return True
@@ -75,8 +75,8 @@ def pageable_copies(stream: int) -> list[str]:
     Empty if no capture is in progress, as after an invalidated one. Contents of conditional nodes are not examined.
     Raises CaptureError if the driver reports an error.
     """
-    driver = _driver()
-    graph = _graph_under_capture(driver, stream)
+    driver = driver_library()
+    graph = graph_under_capture(driver, stream)
     found: list[str] = []
     if graph is None:
         return found
@@ -90,39 +90,50 @@ def pageable_copies(stream: int) -> list[str]:
 
 
 @functools.cache
-def _driver() -> ctypes.PyDLL:
+def driver_library() -> ctypes.PyDLL:
     """Return the driver library. Calls keep the GIL: each takes a microsecond, and there are thousands."""
     return ctypes.PyDLL("libcuda.so.1")
 
 
-def _graph_under_capture(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
+def graph_under_capture(driver: ctypes.PyDLL, stream: int) -> c_void_p | None:
     """Return the graph that this CUstream is being captured into."""
     status, number, graph = c_int(), c_uint64(), c_void_p()
     # Request no dependencies: the call fails if the capture's last edges carry data.
-    _check(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
+    check(driver.cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), byref(graph), None, None))
     return graph if status.value == _ACTIVE else None
 
 
 def _node_count(driver: ctypes.PyDLL, graph: c_void_p) -> int:
     count = c_size_t()
-    _check(driver.cuGraphGetNodes(graph, None, byref(count)))
+    check(driver.cuGraphGetNodes(graph, None, byref(count)))
     return count.value
 
 
-def _memcpy_nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Memcpy3D]:
+def nodes_of(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[tuple[c_void_p, int]]:
+    """Yield the nodes of a graph, each with its CUgraphNodeType."""
     count = c_size_t(_node_count(driver, graph))
     nodes = (c_void_p * count.value)()
-    _check(driver.cuGraphGetNodes(graph, nodes, byref(count)))
+    check(driver.cuGraphGetNodes(graph, nodes, byref(count)))
     node_type = c_int()
     for node in map(c_void_p, nodes):
-        _check(driver.cuGraphNodeGetType(node, byref(node_type)))
-        if node_type.value == _MEMCPY:
-            copy = _Memcpy3D()
-            _check(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
-            yield copy
-        elif node_type.value == _CHILD_GRAPH:
+        check(driver.cuGraphNodeGetType(node, byref(node_type)))
+        yield node, node_type.value
+
+
+def memcpy_of(driver: ctypes.PyDLL, node: c_void_p) -> _Memcpy3D:
+    """Return the parameters of a memcpy node."""
+    copy = _Memcpy3D()
+    check(driver.cuGraphMemcpyNodeGetParams(node, byref(copy)))
+    return copy
+
+
+def _memcpy_nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Memcpy3D]:
+    for node, kind in nodes_of(driver, graph):
+        if kind == MEMCPY:
+            yield memcpy_of(driver, node)
+        elif kind == CHILD_GRAPH:
             child = c_void_p()
-            _check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
+            check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
             yield from _memcpy_nodes(driver, child)
 
 
@@ -131,10 +142,11 @@ def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
         return False
     result = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
     if result != _INVALID_VALUE:
-        _check(result)
+        check(result)
     return result == _INVALID_VALUE
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
+    """Raise CaptureError for a CUresult other than success."""
     if result:
         raise CaptureError(f"the driver could not report the captured nodes: CUresult {result}")

@@ -90,7 +90,13 @@ def objects_of(key: CallKey) -> list[Any]:
 
 
 def _is_hashable_enum(value: Any) -> bool:
-    return isinstance(value, enum.Enum) and isinstance(value, Hashable)
+    if not isinstance(value, enum.Enum):
+        return False
+    try:
+        hash(value)
+    except TypeError:  # it holds a list, for example
+        return False
+    return True
 
 
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes need the full check

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Memory
+from graph_cache.digest import Digest
 from graph_cache.errors import CaptureRefused
 from graph_cache.host_reads import Reads
 from graph_cache.host_state import objects_with_tensors
@@ -45,7 +46,7 @@ from graph_cache.training.gradients import (
 )
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.reasons import OTHER_BACKWARD
-from graph_cache.training.side_effects import TensorHooks, refuse_backward_changes, refuse_side_effects
+from graph_cache.training.side_effects import TensorHooks, made_objects, refuse_backward_changes, refuse_side_effects
 
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
 
@@ -147,6 +148,11 @@ class GraphedCall:
     @property
     def capture_seconds(self) -> float:
         return self._forward_graph.capture_seconds + self._backward_graph.capture_seconds
+
+    @property
+    def digest(self) -> Digest:
+        """Hash of what the two replays run."""
+        return Digest.combined((self._forward_graph.digest, self._backward_graph.digest))
 
     @property
     def engine(self) -> str:
@@ -259,6 +265,10 @@ class GraphedCall:
                 f"{self.name} returns tensors inside {', '.join(kinds)}: return them in containers that "
                 "torch.utils._pytree knows, or register the type (register_dataclass)"
             )
+        if made := made_objects(self.result.leaves, (forward.state, args, kwargs)):
+            raise CaptureRefused(f"{self.name} returns a new {', '.join(made)}, and replays would return the same one")
+        if any(type(output) is Tensor and output.__dict__ for output in self.outputs):
+            raise CaptureRefused(f"{self.name} gives an attribute to a tensor that it returns: return the value")
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"

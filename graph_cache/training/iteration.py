@@ -68,7 +68,7 @@ from graph_cache.training.reasons import (
     PRECISION_AUTOCAST,
     TRANSFORM,
 )
-from graph_cache.training.side_effects import TensorHooks
+from graph_cache.training.side_effects import TensorHooks, made_objects
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +263,7 @@ class CapturedIteration:
                 engine=captured.runner.engine,
                 nbytes=captured.runner.nbytes,
                 capture_seconds=captured.runner.capture_seconds,
+                digest=captured.runner.digest,
             )
             for index, captured in enumerate(self._captured.values())
         ]
@@ -581,6 +582,8 @@ class CapturedIteration:
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
                 if hooks.have_changed():
                     self._refuse([TensorHooks.REFUSAL])
+                if made := made_objects(captured.result.leaves, (host_state, static_args, static_kwargs)):
+                    self._refuse([f"returns a new {', '.join(made)}, and replays would return the same one"])
                 if kinds := objects_with_tensors(captured.result.leaves):
                     self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
                 self._refuse(_describe_changes(host_state.changes(lambda tensor: False) + process.changes()))

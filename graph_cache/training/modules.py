@@ -415,7 +415,10 @@ class TrainingGraphs:
         return [
             {"module": entry.pair.name, "instance": index}
             | entry.capture.row(
-                engine=entry.pair.engine, nbytes=entry.pair.nbytes, capture_seconds=entry.pair.capture_seconds
+                engine=entry.pair.engine,
+                nbytes=entry.pair.nbytes,
+                capture_seconds=entry.pair.capture_seconds,
+                digest=entry.pair.digest,
             )
             for recorded in self._recorded_steps
             for index, entry in enumerate(recorded.entries())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import numbers
+import types
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
@@ -15,6 +19,7 @@ from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, ref
 from graph_cache.host_state import ANY_CODE, HostState, Ran
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
+from graph_cache.training.call import TENSOR
 from graph_cache.training.compiled import is_compiled
 
 
@@ -87,6 +92,8 @@ def refuse_side_effects(
     audit, compiled = _audit(device), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
         raise CaptureRefused(f"{name} may read the iterator {', '.join(iterators)}, which a replay would not advance")
+    if ran is not None and "grad" in ran.own_names and "grad" not in ran.called:
+        raise CaptureRefused(f"{name} reads the gradient of a tensor, which a replay would not read again")
     if found := refused_reads(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
     try:
@@ -109,6 +116,28 @@ def refuse_side_effects(
     reasons += audit.refusals(device)
     if reasons:
         raise CaptureRefused(f"{name} {'; '.join(reasons)}. A replay would not repeat this")
+
+
+# Types of results that no code changes, and of objects that calls rarely make.
+IMMUTABLE: tuple[Any, ...] = (
+    *(type(None), numbers.Number, str, bytes, tuple, frozenset, range, enum.Enum, type),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, nn.Module),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def made_objects(leaves: Sequence[Any], known: tuple[HostState, tuple, dict[str, Any]]) -> list[str]:
+    """Return the types of the results, other than tensors and constants, that a run has made.
+
+    `known`: the state before the run, and its arguments, of which results may be objects.
+    """
+    state, args, kwargs = known
+    given = set(map(id, tree_leaves((args, kwargs))))
+    return [
+        type(leaf).__name__
+        for leaf in leaves
+        if not isinstance(leaf, IMMUTABLE) and id(leaf) not in given and leaf is not TENSOR and not state.knows(leaf)
+    ]
 
 
 def _audit(device: torch.device) -> StorageAudit:

@@ -83,7 +83,8 @@ def graph_table(body: Mapping[str, Any]) -> str:
     """Format the rows of GET /graphs as an aligned text table."""
     from server.formatting import human_bytes, site_name
 
-    headers = ("site", "scope", "phase", "bucket", "state", "replays", "padding", "bytes", "capture", "engine")
+    names = "site scope phase bucket state replays padding bytes capture engine digest"
+    headers = tuple(names.split())
     lines = [headers]
     for row in body["graphs"]:
         computed = row["replays"] * row["bucket"]
@@ -92,7 +93,7 @@ def graph_table(body: Mapping[str, Any]) -> str:
             (
                 site_name(row), str(row["scope"]), str(row["phase"]), str(row["bucket"]), str(row["state"]),
                 str(row["replays"]), padding, human_bytes(row["bytes"]), f"{row['capture_seconds']:.3f} s",
-                str(row["engine"]),
+                str(row["engine"]), str(row.get("digest", "")),
             )
         )  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]

@@ -56,6 +56,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "scope": row["scope"],
         "phase": row["phase"],
         "engine": row.get("engine", ""),
+        "digest": row.get("digest", ""),
     }
 
 

@@ -353,7 +353,8 @@ class Ready(Answer):
 class Graphs(Answer):
     """The graph table: one row per wanted, captured or failed graph.
 
-    Graphs share one memory pool of `pool_bytes`; the sum of the rows' bytes exceeds it.
+    Graphs share one memory pool of `pool_bytes`; the sum of the rows' bytes exceeds it. A row's `digest` is a hash of
+    what its replay runs: `nodes` operations or kernels, of whose arguments `unverified_bytes` are left out.
     """
 
     model: str

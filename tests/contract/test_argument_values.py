@@ -9,7 +9,7 @@ import random
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import manual_seed, nn
 
 from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
@@ -156,6 +156,10 @@ REFUSED = {
         lambda x: 2.0 if x.is_leaf else 1.0,
         lambda x, index: (x.requires_grad_() if index < CHANGED else x.requires_grad_() * 1,),
     ),
+    "grad_fn": (
+        lambda x: 2.0 if getattr(x, "grad_fn") is None else 1.0,  # noqa: B009
+        lambda x, index: (x.requires_grad_() if index < CHANGED else x.requires_grad_() * 1,),
+    ),
     "_base": (
         lambda x: 1.0 if x._base is None else 2.0,  # noqa: SLF001
         lambda x, index: (x if index < CHANGED else x.view(4, WIDTH),),
@@ -200,6 +204,7 @@ SEEDS = {
     "numpy": lambda: numpy.random.seed(1),
     "generator": lambda: GENERATOR.manual_seed(1),
     "torch": lambda: torch.manual_seed(1),
+    "by a name": lambda: manual_seed(1),
 }
 
 

@@ -151,6 +151,26 @@ def test_results_that_padding_would_change_are_computed_without_padding(pool, de
     assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
 
 
+INTEGER_ROWS = {
+    "minimum": lambda x: x - x.min(),
+    "mean_of_embeddings": lambda x: TABLE[x] - TABLE[x].mean(0),
+    "number_of_rows": lambda x: x + x.shape[0],
+}
+TABLE = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", INTEGER_ROWS)
+def test_integers_of_other_rows_are_tried_on_a_cpu(pool, device, name):
+    if device.type != "cpu":
+        pytest.skip("an index out of range ends the use of a GPU")
+    cache = cache_of(pool, device)
+    run = cache.graphed(name, INTEGER_ROWS[name], TOKENS, buckets=(2, 4))
+    for rows in (1, 3, 4):
+        x = torch.randint(1, 8, (rows,))
+        assert torch.equal(run(x=x), INTEGER_ROWS[name](x))
+    assert not cache.stats.replays
+
+
 def test_a_function_that_writes_to_its_input_runs_eager(pool, device):
     cache = cache_of(pool, device)
     run = cache.graphed("adds", lambda x: x.add_(1) * 2, INPUT, buckets=(4,))

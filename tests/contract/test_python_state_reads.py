@@ -330,6 +330,26 @@ SPECIAL = {
     "object in a frozenset": (lambda: frozenset([Target()]), *attribute_of(lambda place: next(iter(place)))),
     "object as a key": (lambda: {Target(): 1}, *attribute_of(lambda place: next(iter(place)))),
     "object in a context variable": (lambda: OBJECT.set(Target()), *attribute_of(lambda place: OBJECT.get())),
+    "tensor in a tuple": (
+        lambda: (torch.ones(1), 0),
+        lambda model: float(model.place[0].shape[0]),
+        lambda model: setattr(model, "place", (torch.ones(2), 0)),
+    ),
+    "array without dimensions": (
+        lambda: numpy.array(1.0),
+        lambda model: float(model.place),
+        lambda model: model.place.__setitem__((), 2.0),
+    ),
+    "read-only array": (
+        lambda: numpy.broadcast_to(numpy.array([1.0]), (3,)),
+        lambda model: float(model.place[0]),
+        lambda model: setattr(model, "place", numpy.full(3, 2.0)),
+    ),
+    "30 references away": (
+        lambda: functools.reduce(lambda inner, _: SimpleNamespace(next=inner), range(30), SimpleNamespace(scale=1.0)),
+        lambda model: functools.reduce(lambda one, _: one.next, range(30), model.place).scale,
+        lambda model: setattr(functools.reduce(lambda one, _: one.next, range(30), model.place), "scale", 2.0),
+    ),
     "method put on Tensor": (
         lambda: setattr(torch.Tensor, "encore_test", lambda tensor: 1.0),
         lambda model: model.weight.encore_test(),

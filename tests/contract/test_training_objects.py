@@ -175,3 +175,62 @@ def test_an_object_that_changes_in_place_is_noticed(pool, device, name, api):
     assert_same(*reversed(logs))
     before, after = replays[2:]
     assert 0 < before < after, "replays before the change, and after a new warm-up"
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+
+MADE = {"object": Counter, "set": set, "iterator": lambda: iter([1, 2]), "array": lambda: numpy.zeros(2)}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_result_that_a_call_makes_and_code_may_change_keeps_it_eager(pool, device, name):
+    class Makes(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), MADE[name]()
+
+    model = Makes(WIDTH, WIDTH).to(device)
+    _, stats = attached(model, [""], pool)
+    made = []
+    for _ in range(5):
+        out, new = model(torch.randn(4, WIDTH, device=device))
+        out.sum().backward()
+        made.append(new)
+    assert len(set(map(id, made))) == 5 and "returns a new" in stats.failures["model"]
+
+
+def test_a_result_that_the_module_holds_is_returned_as_it_is(pool, device):
+    class Holds(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.counter = Counter()
+
+        def forward(self, x):
+            return super().forward(x), self.counter
+
+    model = Holds().to(device)
+    _, stats = attached(model, [""], pool)
+    for _ in range(5):
+        out, counter = model(torch.randn(4, WIDTH, device=device))
+        out.sum().backward()
+        assert counter is model.counter
+    assert sum(stats.replays.values()) == 3
+
+
+def test_a_forward_that_reads_a_gradient_runs_eager(pool, device):
+    class ReadsGradient(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.weight.grad is None else 2.0)
+
+    eager, graphed = twins(lambda: ReadsGradient(WIDTH, WIDTH), device)
+    _, stats = attached(graphed, [""], pool)
+    for index in range(6):
+        x = torch.randn(4, WIDTH, device=device)
+        for model in (eager, graphed):
+            model(x).square().mean().backward()
+            if index % 2:
+                model.zero_grad()
+        assert_same([list(graphed.parameters())], [list(eager.parameters())])
+    assert not stats.replays and "reads the gradient" in stats.failures["model"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.digest import Digest
 from graph_cache.errors import CaptureRefused, GraphError
 from graph_cache.keys import REASONS
 
@@ -92,7 +93,8 @@ class CaptureMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_row_is_plain(self):
-        row = self.state.row(engine="loop", nbytes=8, capture_seconds=0.1234567)
+        digest = Digest("0123456789abcdef", 4, 16)
+        row = self.state.row(engine="loop", nbytes=8, capture_seconds=0.1234567, digest=digest)
         assert json.loads(json.dumps(row)) == {
             "state": self.state.status.value,
             "replays": self.replays,
@@ -100,6 +102,9 @@ class CaptureMachine(RuleBasedStateMachine):
             "bytes": 8,
             "capture_seconds": 0.123457,
             "failure": self.failure,
+            "digest": "0123456789abcdef",
+            "nodes": 4,
+            "unverified_bytes": 16,
         }
 
 

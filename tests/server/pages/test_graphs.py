@@ -11,6 +11,7 @@ from server.pages.graphs import render_graphs_page
 ROW = {
     "site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "statics": {}, "state": "captured",
     "replays": 100, "padded_rows": 200, "bytes": 5 * 2**20, "capture_seconds": 0.125, "engine": "tape", "failure": None,
+    "digest": "0123456789abcdef",
 }  # fmt: skip
 
 
@@ -24,6 +25,7 @@ def test_numbers_of_a_row_and_totals():
     shown = page(ROW, ROW | {"bucket": 16, "state": "not_captured", "replays": 0, "padded_rows": 0, "bytes": 0})
     for text in (
         "25.0%",
+        "<code>0123456789abcdef</code>",
         "5.0 MiB",
         "<dt>Memory pool</dt><dd>3.0 MiB</dd>",
         "0.125 s",

@@ -1,0 +1,153 @@
+"""Digest of a CUDA graph: its nodes in order, with kernels, grids and arguments.
+
+Queries the driver API. Numbers of up to 8 bytes are compared by value. Addresses are only counted as such: another
+capture may place temporary tensors and workspaces elsewhere, and the cache watches the addresses of all others. Larger
+arguments (structures of PyTorch's elementwise kernels, TMA descriptors) and pointers to the host's stack, which cuBLAS
+passes, are unverified, as are all arguments before CUDA 12.4.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from graph_cache.backends.cuda_nodes import (
+    CHILD_GRAPH,
+    MEMCPY,
+    check,
+    driver_library,
+    graph_under_capture,
+    memcpy_of,
+    nodes_of,
+)
+from graph_cache.digest import Digest, hashed
+
+_KERNEL, _MEMSET = 0, 2  # of CUgraphNodeType
+_MEMORY_TYPE = 2  # of CUpointer_attribute
+_MAX_ARGUMENTS = 4096
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("function", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("arguments", ctypes.POINTER(c_void_p)),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
+class _MemsetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS."""
+
+    _fields_ = [
+        ("target", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("element_bytes", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    ]
+
+
+ADDRESS = "address"  # stands for an argument
+_STACK = range(1 << 32, 1 << 47)  # of the host, and its heap
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: its kind with sizes and names, its arguments, and the bytes of arguments that are left out."""
+
+    kind: tuple[Any, ...]
+    arguments: tuple[bytes | str, ...] = ()
+    unverified_bytes: int = 0
+
+
+def captured_nodes(stream: int) -> list[Node]:
+    """Return the nodes of the capture in progress on this CUstream; none if no capture is in progress.
+
+    Raises CaptureError if the driver reports an error.
+    """
+    driver = driver_library()
+    graph = graph_under_capture(driver, stream)
+    return [] if graph is None else list(_nodes(driver, graph))
+
+
+def digest_of(nodes: list[Node]) -> Digest:
+    """Return the digest of a graph's nodes; empty without nodes."""
+    if not nodes:
+        return Digest()
+    parts = [(node.kind, node.arguments) for node in nodes]
+    return Digest(hashed(parts), len(nodes), sum(node.unverified_bytes for node in nodes))
+
+
+def _nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[Node]:
+    for node, kind in nodes_of(driver, graph):
+        if kind == _KERNEL:
+            yield _kernel(driver, node)
+        elif kind == MEMCPY:
+            copy = memcpy_of(driver, node)
+            yield Node(("memcpy", copy.width, copy.height, copy.depth), (ADDRESS, ADDRESS))
+        elif kind == _MEMSET:
+            params = _MemsetParams()
+            check(driver.cuGraphMemsetNodeGetParams(node, byref(params)))
+            sizes = (params.value, params.element_bytes, params.width, params.height)
+            yield Node(("memset", *sizes), (ADDRESS,))
+        elif kind == CHILD_GRAPH:
+            child = c_void_p()
+            check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
+            yield from _nodes(driver, child)
+        else:
+            yield Node(("node", kind))
+
+
+def _kernel(driver: ctypes.PyDLL, node: c_void_p) -> Node:
+    params = _KernelParams()
+    check(driver.cuGraphKernelNodeGetParams_v2(node, byref(params)))
+    name, sizes = _signature(params.function, params.kernel)
+    kind = ("kernel", name, *params.grid, *params.block, params.shared_bytes, *sizes)
+    if not params.arguments:
+        return Node(kind, (), sum(sizes))
+    found: list[bytes | str] = []
+    unverified = 0
+    for index, size in enumerate(sizes):
+        value = ctypes.string_at(params.arguments[index], size) if size <= 8 else b""
+        number = int.from_bytes(value, "little") if size == 8 else 0
+        if number and _is_device_memory(driver, number):
+            found.append(ADDRESS)
+        elif size > 8 or number in _STACK:
+            unverified += size
+        else:
+            found.append(value)
+    return Node(kind, tuple(found), unverified)
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(function: int | None, kernel: int | None) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a kernel and the sizes of its arguments in bytes; none if the driver does not tell."""
+    driver = driver_library()
+    prefix, handle = ("cuFunc", c_void_p(function)) if function else ("cuKernel", c_void_p(kernel))
+    name = c_char_p()
+    get_name, get_info = getattr(driver, f"{prefix}GetName", None), getattr(driver, f"{prefix}GetParamInfo", None)
+    if get_name is None or get_name(byref(name), handle):
+        return "", ()
+    sizes: list[int] = []
+    offset, size = c_size_t(), c_size_t()
+    while get_info is not None and len(sizes) < _MAX_ARGUMENTS:
+        if get_info(handle, c_size_t(len(sizes)), byref(offset), byref(size)):
+            break  # no further argument
+        sizes.append(size.value)
+    return (name.value or b"").decode(), tuple(sizes)
+
+
+def _is_device_memory(driver: ctypes.PyDLL, address: int) -> bool:
+    return driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address)) == 0
