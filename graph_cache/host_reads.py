@@ -320,6 +320,13 @@ def _is_own(path: str) -> bool:
     return not path.startswith((*_LIBRARIES, _CORE, "<frozen")) and "-packages" not in path
 
 
+def is_own_class(kind: type) -> bool:
+    """Whether a class was defined outside of installed packages and the standard library."""
+    module = sys.modules.get(kind.__module__)
+    is_library = kind.__module__.partition(".")[0] in LIBRARIES
+    return not is_library and _is_own(str(getattr(module, "__file__", None) or ""))
+
+
 def _is_of_a_library(frame: types.FrameType) -> bool:
     """Whether this is Megatron's or Transformer Engine's code, which may run from a checkout."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES

@@ -41,6 +41,7 @@ from graph_cache.namespaces import (
 )
 
 MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no graph is captured
+MAX_OF_ANY_CODE = 20_000  # before a run was observed: of all that its functions may reach, the nearest
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
 # Whose objects hold a user's values.
 RECORDS = frozenset(("types", "argparse", "collections", "dataclasses", "queue", "weakref", "_thread"))
@@ -267,7 +268,7 @@ def reachable(
     followed, and methods, class attributes and names of imported modules are searched too. With `names`, only these
     names of objects are followed, and those that Python itself looks up (`__len__`).
     """
-    found = Namespaces()
+    found, limit = Namespaces(), MAX_OF_ANY_CODE if ran is ANY_CODE else MAX_NAMESPACES
     seen = set(map(id, ignored))
     frontier = list(roots)
     if ran is not None:
@@ -281,8 +282,8 @@ def reachable(
             if id(value) in seen or type(value) in PLAIN or isinstance(value, without):
                 continue
             seen.add(id(value))
-            if len(found) > MAX_NAMESPACES:
-                found.is_complete = False
+            if len(found) > limit:
+                found.is_complete = ran is ANY_CODE  # a later search is
                 return found
             for namespace in _namespaces_of(path, value, ran):
                 found.append(namespace)

@@ -1,7 +1,7 @@
 """Digest of a CUDA graph: its nodes in order, with kernels, grids and arguments.
 
-Queries the driver API. Numbers of up to 8 bytes are compared by value. Addresses are only counted as such: another
-capture may place temporary tensors and workspaces elsewhere, and the cache watches the addresses of all others. Larger
+Queries the driver API. Numbers of 4 and 8 bytes are compared by value. Addresses are only counted as such: another
+capture may place temporary tensors and workspaces elsewhere, and the cache watches the addresses of all others. Other
 arguments (structures of PyTorch's elementwise kernels, TMA descriptors) and pointers to the host's stack, which cuBLAS
 passes, are unverified, as are all arguments before CUDA 12.4.
 """
@@ -124,7 +124,7 @@ def _kernel(driver: ctypes.PyDLL, node: c_void_p) -> Node:
         number = int.from_bytes(value, "little") if size == 8 else 0
         if number and _is_device_memory(driver, number):
             found.append(ADDRESS)
-        elif size > 8 or number in _STACK:
+        elif size not in (4, 8) or number in _STACK:  # an empty structure is one undefined byte
             unverified += size
         else:
             found.append(value)

@@ -219,6 +219,22 @@ def saved_storages(outputs: Sequence[Tensor]) -> set[int]:
     return found
 
 
+def functions_of(outputs: Sequence[Tensor]) -> list[type]:
+    """Return the classes of the autograd.Functions in the history of these tensors."""
+    found: set[type] = set()
+    visited: set[Node] = set()
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        stack += [following for following, _ in node.next_functions]
+        if (kind := getattr(node, "_forward_cls", None)) is not None:
+            found.add(kind)
+    return list(found)
+
+
 @functools.cache
 def _saved_names(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]

@@ -40,6 +40,7 @@ from graph_cache.training.gradients import (
     Copies,
     GradientMemory,
     UncopiedGradients,
+    functions_of,
     leaves_of,
     saved_storages,
     storage_users,
@@ -151,7 +152,7 @@ class GraphedCall:
 
     @property
     def digest(self) -> Digest:
-        """Hash of what the two replays run."""
+        """Hash of what the two replays run. On a GPU, libraries may choose other kernels for a recapture."""
         return Digest.combined((self._forward_graph.digest, self._backward_graph.digest))
 
     @property
@@ -267,8 +268,6 @@ class GraphedCall:
             )
         if made := made_objects(self.result.leaves, (forward.state, args, kwargs)):
             raise CaptureRefused(f"{self.name} returns a new {', '.join(made)}, and replays would return the same one")
-        if any(type(output) is Tensor and output.__dict__ for output in self.outputs):
-            raise CaptureRefused(f"{self.name} gives an attribute to a tensor that it returns: return the value")
         if any(map(is_sparse, self.outputs)):
             raise CaptureRefused(
                 f"{self.name} returns a sparse tensor, which has no static memory: return a dense tensor"
@@ -308,6 +307,7 @@ class GraphedCall:
             ignored=self._ignored,
             ran=self._ran,
             backward_ran=self._backward_ran,
+            functions=functions_of(outputs),
         )
         with self._refuse_nested_backward(), changes as reads, modes, writing:
             self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)

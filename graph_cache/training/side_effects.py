@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads, gradient_hooks_of, iterators_read, refused_reads
+from graph_cache.host_reads import Reads, gradient_hooks_of, is_own_class, iterators_read, refused_reads
 from graph_cache.host_state import ANY_CODE, HostState, Ran
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
@@ -161,18 +161,22 @@ def refuse_backward_changes(
     ignored: Sequence[Any] = (),
     ran: Reads | None = None,
     backward_ran: Reads | None = None,
+    functions: Sequence[type] = (),
 ) -> Iterator[Reads]:
     """Check the block, which is a captured backward, for side effects, such as those of a tensor's hooks.
 
     Yields the code that it runs. Restores Python state and raises CaptureRefused after the block if the backward
     changes such state, reads what a replay would not read again, or uses tensors in the host's memory that its forward
-    has not. `forward` is the audit of that, `backward_ran` the code that an earlier backward executed; other arguments
-    as in `refuse_side_effects`.
+    has not. `forward` is the audit of that, `backward_ran` the code that an earlier backward executed, `functions` the
+    autograd.Functions in it; other arguments as in `refuse_side_effects`.
     """
     reads, compiled = Reads(), _is_compiled(scope, ran)
     known: Ran | None = ran
     if not compiled and ran is not None:
-        known = ANY_CODE if backward_ran is None else ran.merged(backward_ran)
+        if backward_ran is not None:
+            known = ran.merged(backward_ran)
+        elif any(map(is_own_class, functions)):
+            known = ANY_CODE
     state, audit = HostState(roots, ignored=ignored, ran=known), _audit(device)
     try:
         if compiled:
