@@ -141,7 +141,8 @@ class Reads:
         self.made: dict[int, StorageWeakRef] = {}  # weak references keep the addresses from being reused
         self._codes: dict[int, types.CodeType] = {}
         self._import: types.FrameType | None = None  # of the module that is imported now
-        self._own_names: tuple[int, set[str]] = 0, set()  # as of that number of codes
+        self._names: tuple[int, set[str]] = 0, set(self._given)  # as of that number of codes, as is the next
+        self._own_names: tuple[int, set[str]] = 0, set()
         self._globals: dict[int, dict[str, Any]] = {}  # that code outside of installed packages ran with
 
     def __contains__(self, code: object) -> bool:
@@ -160,7 +161,11 @@ class Reads:
     @property
     def names(self) -> set[str]:
         """Names of globals, attributes and closure variables in the code that ran, and strings that may be names."""
-        return _names_in(self._codes.values()) | self._given
+        count, names = self._names
+        if count != len(self._codes):
+            names = _names_in(self._codes.values()) | self._given
+            self._names = len(self._codes), names
+        return names
 
     @property
     def own_names(self) -> set[str]:
