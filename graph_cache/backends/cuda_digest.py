@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from graph_cache.backends.cuda_nodes import (
     driver_library,
     graph_under_capture,
     memcpy_of,
+    memory_type_result,
     nodes_of,
 )
 from graph_cache.digest import Digest, hashed
 
 _KERNEL, _MEMSET = 0, 2  # of CUgraphNodeType
-_MEMORY_TYPE = 2  # of CUpointer_attribute
 _MAX_ARGUMENTS = 4096
 
 
@@ -122,7 +122,7 @@ def _kernel(driver: ctypes.PyDLL, node: c_void_p) -> Node:
     for index, size in enumerate(sizes):
         value = ctypes.string_at(params.arguments[index], size) if size <= 8 else b""
         number = int.from_bytes(value, "little") if size == 8 else 0
-        if number and _is_device_memory(driver, number):
+        if number and memory_type_result(driver, number) == 0:
             found.append(ADDRESS)
         elif size not in (4, 8) or number in _STACK:  # an empty structure is one undefined byte
             unverified += size
@@ -147,7 +147,3 @@ def _signature(function: int | None, kernel: int | None) -> tuple[str, tuple[int
             break  # no further argument
         sizes.append(size.value)
     return (name.value or b"").decode(), tuple(sizes)
-
-
-def _is_device_memory(driver: ctypes.PyDLL, address: int) -> bool:
-    return driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address)) == 0

@@ -137,10 +137,16 @@ def _memcpy_nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[_Memcpy3D]:
             yield from _memcpy_nodes(driver, child)
 
 
+def memory_type_result(driver: ctypes.PyDLL, address: int) -> int:
+    """Return the CUresult of a query of the type of memory at this address: success if CUDA knows the memory."""
+    result: int = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
+    return result
+
+
 def _is_pageable(driver: ctypes.PyDLL, address: int | None) -> bool:
     if address is None:
         return False
-    result = driver.cuPointerGetAttribute(byref(c_int()), c_int(_MEMORY_TYPE), c_uint64(address))
+    result = memory_type_result(driver, address)
     if result != _INVALID_VALUE:
         check(result)
     return result == _INVALID_VALUE

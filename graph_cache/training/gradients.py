@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,24 +177,24 @@ class Copies:
         return copies
 
 
-def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that require a gradient and that the history of these outputs reaches."""
-    found: dict[int, Tensor] = {}
-    seen, stack = set(), []
-    for output in outputs:
-        if output.grad_fn is not None:
-            stack.append(output.grad_fn)
-        elif output.requires_grad:
-            found[id(output)] = output
+def history_of(outputs: Sequence[Tensor]) -> Iterator[Node]:
+    """Yield the nodes of autograd that these tensors were computed by, each once."""
+    seen: set[Node] = set()
+    stack = [output.grad_fn for output in outputs]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # a node that accumulates into a leaf
-            found[id(node.variable)] = node.variable
-        stack += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return list(found.values())
+        stack += [following for following, _ in node.next_functions]
+        yield node
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that require a gradient and that the history of these outputs reaches."""
+    leaves = [output for output in outputs if output.grad_fn is None and output.requires_grad]
+    leaves += [node.variable for node in history_of(outputs) if hasattr(node, "variable")]  # accumulates into a leaf
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 def saved_storages(outputs: Sequence[Tensor]) -> set[int]:
@@ -203,14 +203,7 @@ def saved_storages(outputs: Sequence[Tensor]) -> set[int]:
     Calls the hooks that unpack saved tensors, if there are any.
     """
     found: set[int] = set()
-    visited: set[Node] = set()
-    stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        stack += [following for following, _ in node.next_functions]
+    for node in history_of(outputs):
         names = ["saved_tensors"] if hasattr(node, "saved_tensors") else _saved_names(type(node))
         for value in tree_leaves([getattr(node, name) for name in names]):
             storage = storage_of(value) if isinstance(value, Tensor) else None
@@ -219,20 +212,9 @@ def saved_storages(outputs: Sequence[Tensor]) -> set[int]:
     return found
 
 
-def functions_of(outputs: Sequence[Tensor]) -> list[type]:
+def functions_of(outputs: Sequence[Tensor]) -> set[type]:
     """Return the classes of the autograd.Functions in the history of these tensors."""
-    found: set[type] = set()
-    visited: set[Node] = set()
-    stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        stack += [following for following, _ in node.next_functions]
-        if (kind := getattr(node, "_forward_cls", None)) is not None:
-            found.add(kind)
-    return list(found)
+    return {node._forward_cls for node in history_of(outputs) if hasattr(node, "_forward_cls")}  # noqa: SLF001
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 import types
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -161,7 +161,7 @@ def refuse_backward_changes(
     ignored: Sequence[Any] = (),
     ran: Reads | None = None,
     backward_ran: Reads | None = None,
-    functions: Sequence[type] = (),
+    functions: Collection[type] = (),
 ) -> Iterator[Reads]:
     """Check the block, which is a captured backward, for side effects, such as those of a tensor's hooks.
 

@@ -14,21 +14,19 @@ SCALE = 1.0
 CALLS = 0
 
 
-class ScalesGradient(torch.autograd.Function):
+class Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x * 1
 
+
+class ScalesGradient(Copies):
     @staticmethod
     def backward(ctx, grad):
         return grad * SCALE
 
 
-class CountsBackwards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
+class CountsBackwards(Copies):
     @staticmethod
     def backward(ctx, grad):
         global CALLS
