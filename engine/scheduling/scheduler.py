@@ -379,8 +379,8 @@ class Scheduler:
     def _admit_short(self, batch: Batch) -> None:
         """Admit short requests ahead of the order, while fewer than their share of the slots run.
 
-        Without a free slot, each takes that of the last running request that is not short. Requests of a higher
-        priority, and a head that lacks pages, are not overtaken.
+        Without a free slot, each takes that of the last running request that is not short, or waits a step if that was
+        admitted in this one. Requests of a higher priority, and a head that lacks pages, are not overtaken.
         """
         if not self._waiting_short:
             return
@@ -390,12 +390,9 @@ class Scheduler:
             entry = self._waiting_short[0]
             if entry.key[0] > self._waiting[0].key[0] or entry.request in batch.preempted:
                 return
-            others = (
-                other
-                for other in self._running[:0:-1]
-                if not other.is_short and other.key[0] >= entry.key[0] and other.request not in batch.admitted
-            )
-            if not self._admit_with_preemption(entry, islice(others, 1), batch):
+            others = (o for o in self._running[:0:-1] if not o.is_short and o.key[0] >= entry.key[0])
+            last = [other for other in islice(others, 1) if other.request not in batch.admitted]
+            if not self._admit_with_preemption(entry, last, batch):
                 return
             room -= 1
 

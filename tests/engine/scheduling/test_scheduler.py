@@ -106,9 +106,11 @@ def test_a_short_request_takes_the_slot_of_the_last_long_one():
     assert order == [(["d"], ["one"]), ([], []), ([], ["two"]), ([], []), ([], ["d"])]
 
 
-def test_a_short_request_does_not_take_the_slot_of_one_admitted_in_the_same_step():
-    scheduler = make(seqs=2)
-    add(scheduler, "first", 4, max_tokens=90)
+@pytest.mark.parametrize("seqs", [2, 3])
+def test_a_short_request_does_not_take_the_slot_of_one_admitted_in_the_same_step(seqs):
+    scheduler = make(seqs=seqs)
+    for number in range(1, seqs):
+        add(scheduler, f"first-{number}", 4, max_tokens=90)
     add(scheduler, "further", 4, max_tokens=90, index=1)
     step(scheduler)
     add(scheduler, "next", 4, max_tokens=90, arrival=1.0)
