@@ -385,7 +385,8 @@ class Scheduler:
         if not self._waiting_short:
             return
         room = self._short_slots - self._num_short_running
-        room = min(room, self.config.max_num_batched_tokens - len(self._running))  # each decode takes a token
+        # Each decode takes a token. One is left in any case: of a slot that is free or taken from another request.
+        room = min(room, max(1, self.config.max_num_batched_tokens - len(self._running)))
         while room > 0 and self._waiting_short and not self._head_lacks_pages():
             entry = self._waiting_short[0]
             if entry.key[0] > self._waiting[0].key[0] or entry.request in batch.preempted:
@@ -418,9 +419,12 @@ class Scheduler:
         return True
 
     def _budget_left_for(self, head: QueuedRequest) -> int:
-        """Return the token budget left for `head` if it were admitted. Without any, preempting for it is useless."""
+        """Return the token budget left for `head` if it were admitted. Without any, preempting for it is useless.
+
+        Without a free slot, the last running request makes way, so its token does not count.
+        """
         budget = self.config.max_num_batched_tokens
-        for entry in self._running:
+        for entry in self._running if self._free_slots else self._running[:-1]:
             request = entry.request
             remaining = request.length - request.num_computed
             if entry.key < head.key or remaining == 1:

@@ -80,6 +80,16 @@ def test_a_request_takes_the_slot_of_a_further_sequence_of_a_batch():
     scheduler.idle_check()
 
 
+def test_a_request_takes_the_slot_and_token_of_a_further_sequence():
+    scheduler = make(seqs=4, budget=4)
+    for index in range(4):
+        add(scheduler, f"batch-{index}", 1, max_tokens=90, index=index)
+    step(scheduler)
+    add(scheduler, "other", 9, max_tokens=90, arrival=1.0)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["batch-3"] and chunks(batch) == [("other", 0, 1, False)]
+
+
 def test_further_sequences_take_no_slot_from_each_other():
     scheduler = make(seqs=2)
     for index in range(2):
@@ -119,6 +129,16 @@ def test_a_short_request_does_not_take_the_slot_of_one_admitted_in_the_same_step
     assert names(batch.preempted) == ["further"] and names(batch.admitted) == ["next"]
     batch = step(scheduler)
     assert names(batch.preempted) == ["next"] and names(batch.admitted) == ["short"]
+
+
+def test_a_short_request_takes_the_slot_and_token_of_the_last_long_one():
+    scheduler = make(seqs=4, budget=4)
+    for name in "abcd":
+        add(scheduler, name, 1, max_tokens=90)
+    step(scheduler)
+    add(scheduler, "short", 2, max_tokens=1, arrival=1.0)
+    batch = step(scheduler)
+    assert names(batch.preempted) == ["d"] and chunks(batch) == [("short", 0, 1, False)]
 
 
 def test_a_short_request_waits_its_turn_for_a_single_slot():
@@ -491,3 +511,14 @@ def test_several_urgent_requests_do_not_preempt_beyond_the_token_budget():
     batch = step(scheduler)
     assert names(batch.admitted) == ["w"] and names(batch.preempted) == ["d"]
     assert names(step(scheduler).preempted) == []
+
+
+@pytest.mark.parametrize("seqs", [1, 4])
+def test_higher_priority_takes_the_slot_and_token_of_a_lower_one(seqs):
+    scheduler = make(seqs=seqs, budget=seqs)  # decodes in all slots take the whole budget
+    low = [add(scheduler, f"low-{number}", 1, max_tokens=90, priority=1) for number in range(seqs)]
+    step(scheduler)
+    add(scheduler, "high", 1)
+    batch = step(scheduler)
+    assert names(batch.preempted) == [low[-1].request_id] and names(batch.admitted) == ["high"]
+    assert len(batch.decodes) == seqs
