@@ -231,25 +231,36 @@ class Simulation:
     def check_fairness(self, batch, running: list[Request], waiting: list[Request]) -> None:
         """A large request holds up no other one: neither by its further sequences nor, for a short one, by its length.
 
-        Only where pages are plenty, so that slots are what is short.
+        Only where pages are plenty, so that slots and tokens are what is short.
         """
         size, groups = self.pool.page_size, len(self.groups)
         longest = max(len(request.token_ids) for request in [*waiting, *running])
         share = 1 << min(self.scheduler.num_preemptions, 16)
         plenty = groups * (longest // size + 2 + (len(running) + 1) * share)
-        budget = self.scheduler.config.max_num_batched_tokens
-        if self.pool.num_free < plenty or batch.preempted or batch.admitted or cost_of(batch) >= budget:
+        if self.pool.num_free < plenty or batch.preempted or batch.admitted:
             return
-        head = waiting[0]
-        if head.request.index == 0:
+        config, head = self.scheduler.config, waiting[0]
+        if head.request.index == 0 and self.tokens_before(head, running) < config.max_num_batched_tokens:
             later = [r for r in running if r.request.index and self.order[r] > self.order[head]]
             assert not later, f"{head!r} waits for a further sequence"
         short = [r for r in waiting if self.is_short(r) and r.priority == head.priority]
-        if short and len(running) == self.scheduler.config.max_num_seqs:
+        if short and len(running) == config.max_num_seqs:
             count = sum(map(self.is_short, running))
             long = [r for r in running[:] if not self.is_short(r) and r.priority >= short[0].priority]
             first = min(running, key=self.order.__getitem__)
             assert count >= self.short_slots or not set(long) - {first}, f"{short[0]!r} waits for a long request"
+
+    def tokens_before(self, head: Request, running: list[Request]) -> int:
+        """Return how many tokens the prompts before `head` and the decodes need, less the one whose slot it would take.
+
+        A step may compute fewer of them: beside short requests, or if log-probabilities leave a token of the budget.
+        """
+        if len(running) == self.scheduler.config.max_num_seqs:
+            running = sorted(running, key=self.order.__getitem__)[:-1]
+        left = {request: request.length - request.num_computed for request in running}
+        prompts = [r for r in running if left[r] > 1 and self.order[r] < self.order[head]]
+        decodes = sum(1 for count in left.values() if count == 1)
+        return decodes + sum(left[request] * request.prompt_token_cost for request in prompts)
 
     def drain(self) -> None:
         """Run until all requests have ended, within a step limit that depends only on the live requests."""
@@ -393,6 +404,43 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def long_prompt_beside_a_short_request() -> Simulation:
+    """A step has tokens left that the long prompt may not take, and a slot is free."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=29)
+    sim = Simulation(200, 1, config, cached=False)
+    sim.add([0] * 5, 1, SamplingParams(max_tokens=12), arrival=0.0, index=1)
+    sim.add([0], 1, SamplingParams(max_tokens=16), arrival=0.0)
+    sim.step()
+    sim.step()
+    sim.add([0] * 14, 1, SamplingParams(max_tokens=12), arrival=0.0)
+    return sim
+
+
+def long_prompt_with_logprobs() -> Simulation:
+    """A step has one token left, and a prompt token with log-probabilities takes two."""
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=29)
+    sim = Simulation(200, 1, config, cached=False)
+    sim.add([0], 1, SamplingParams(max_tokens=24), arrival=0.0, index=1)
+    sim.step()
+    sim.add([0] * 12, 1, SamplingParams(max_tokens=12, prompt_logprobs=1), arrival=0.0)
+    return sim
+
+
+@pytest.mark.parametrize("workload", [long_prompt_beside_a_short_request, long_prompt_with_logprobs])
+def test_a_request_waits_for_a_long_prompt_before_it_while_a_further_sequence_runs(workload):
+    sim = workload()
+    sim.step()
+    further, long = sim.accepted[0], sim.accepted[-1]
+    head = sim.add([0] * 12, 1, SamplingParams(max_tokens=12), arrival=1.0)
+    sim.step()
+    assert further.slot is not None and head.slot is None
+    while head.slot is None:
+        sim.step()
+    assert long.num_computed >= long.prompt_len - 1
+    sim.drain()
+    sim.check_outputs()
 
 
 def overload(num_requests: int, num_pages: int, cached: bool, groups: tuple[int | None, ...] = (None,)) -> Simulation:
