@@ -19,6 +19,26 @@ _QWEN3 = {
     "eos_token_id": 151645,
     "dtype": "bfloat16",
 }
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "dtype": "bfloat16",
+}
 SHAPES = {
     "qwen3-0.6b": _QWEN3
     | {
@@ -37,6 +57,54 @@ SHAPES = {
         "num_key_value_heads": 8,
         "intermediate_size": 12288,
         "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-1.5b": _QWEN3
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": _LLAMA
+    | {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "vocab_size": 49152,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
     },
     "tiny": _QWEN3
     | {

@@ -28,7 +28,7 @@ CALLS = 8  # in one graph
 SHAPES = [
     (heads, 8, chunks)
     for heads in (16, 32)
-    for chunks in ([(0, 512)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])
+    for chunks in ([(0, 512)], [(0, 16384)], [(0, 1024)] * 8, [(0, 128)] * 16, [(3072, 1024)], [(16384, 4096)])
 ]
 SWEEP = [
     (rows, pack, warps, stages)

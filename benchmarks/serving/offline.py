@@ -9,6 +9,9 @@ decode_ms: (T(160 output tokens) - T(32)) / 128 with 512-token prompts, by batch
 prefill_tokens_per_s: 32 prompts of 1,024, one output token each
 first_token_ms: one prompt of 512
 output_tokens_per_s: 1,024 requests, input and output lengths uniform in 128..1,024 (seed 42)
+long_first_token_ms: one prompt of --long-prompt tokens
+long_decode_ms: as decode_ms with 8,000-token prompts, for the batch sizes of at most 32
+mixed_tokens_per_s: output of 384 requests, inputs uniform in 64..4,096 and outputs in 16..512 (seed 7)
 warm_seconds, first_answer_seconds: from importing the engine to all graphs captured, and to the first token
 """
 
@@ -32,7 +35,7 @@ from benchmarks.shapes import SHAPES, write_shape
 
 NEEDS = "CPU or 1 GPU"
 PHASES = ("decode", "prefill", "first_token", "throughput")
-CONTEXT = 4096
+LONG_PHASES = ("long_first_token", "long_decode", "mixed")  # they need a larger --context
 Run = Callable[[list[list[int]], list[int]], tuple[float, int]]
 """(prompts, output tokens of each) -> (seconds, tokens that came)."""
 
@@ -40,7 +43,7 @@ Run = Callable[[list[list[int]], list[int]], tuple[float, int]]
 def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
     from engine import Engine, EngineConfig, SamplingParams
 
-    context = min(CONTEXT, SHAPES[args.shape]["max_position_embeddings"])
+    context = min(args.context, SHAPES[args.shape]["max_position_embeddings"])
     engine = Engine(
         EngineConfig(
             model=folder,
@@ -82,7 +85,7 @@ def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
-            "context_length": CONTEXT,
+            "context_length": args.context,
             "disable_radix_cache": True,
             "mem_fraction_static": 0.85,
             "random_seed": 0,
@@ -111,7 +114,7 @@ def vllm(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
-            "max_model_len": CONTEXT,
+            "max_model_len": args.context,
             "enable_prefix_caching": False,
             "gpu_memory_utilization": 0.85,
             "seed": 0,
@@ -148,17 +151,21 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     found["first_answer_seconds"] = round(time.perf_counter() - started, 2)
     run(prompts([512] * 8), [16] * 8)
     phases = args.phases
+
+    def decode_ms(batch: int, prompt: int) -> float:
+        run(prompts([prompt] * batch), [4] * batch)
+        steps = [
+            (run(prompts([prompt] * batch), [160] * batch)[0] - run(prompts([prompt] * batch), [32] * batch)[0])
+            / 128
+            * 1e3
+            for _ in range(args.repeats)
+        ]
+        return round(statistics.median(steps), 4)
+
     if "decode" in phases:
-        found["decode_ms"] = {}
-        for batch in args.batches:
-            run(prompts([512] * batch), [4] * batch)
-            steps = [
-                (run(prompts([512] * batch), [160] * batch)[0] - run(prompts([512] * batch), [32] * batch)[0])
-                / 128
-                * 1e3
-                for _ in range(args.repeats)
-            ]
-            found["decode_ms"][batch] = round(statistics.median(steps), 4)
+        found["decode_ms"] = {batch: decode_ms(batch, 512) for batch in args.batches}
+    if "long_decode" in phases:
+        found["long_decode_ms"] = {batch: decode_ms(batch, 8000) for batch in args.batches if batch <= 32}
     if "prefill" in phases:
         run(prompts([1024] * 32), [1] * 32)
         seconds = statistics.median(run(prompts([1024] * 32), [1] * 32)[0] for _ in range(3))
@@ -173,6 +180,17 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if tokens != sum(outputs):
             raise SystemExit(f"{name}: {sum(outputs)} tokens were asked for, {tokens} came")
         found["output_tokens_per_s"] = round(tokens / seconds)
+    if "long_first_token" in phases:
+        run(prompts([args.long_prompt]), [1])
+        times = [run(prompts([args.long_prompt]), [1])[0] for _ in range(5)]
+        found["long_first_token_ms"] = round(statistics.median(times) * 1e3, 2)
+    if "mixed" in phases:
+        lengths = random.Random(7)
+        inputs = [lengths.randint(64, 4096) for _ in range(384)]
+        outputs = [lengths.randint(16, 512) for _ in range(384)]
+        run(prompts(inputs[:32]), outputs[:32])
+        seconds, tokens = run(prompts(inputs), outputs)
+        found["mixed_tokens_per_s"] = round(tokens / seconds)
     getattr(run, "report", lambda: None)()
     return found
 
@@ -189,6 +207,8 @@ def child(name: str, args: argparse.Namespace, paths: dict[str, str]) -> dict[st
         "batches": ",".join(map(str, args.batches)),
         "repeats": args.repeats,
         "requests": args.requests,
+        "context": args.context,
+        "long-prompt": args.long_prompt,
         "settings": json.dumps(args.settings.get(name, {})),
     }
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
@@ -225,10 +245,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--engines", type=harness.names(ENGINES), default=["encore"])
     parser.add_argument("--rounds", type=harness.count, default=1)
-    parser.add_argument("--phases", type=harness.names(PHASES), default=list(PHASES))
+    parser.add_argument("--phases", type=harness.names(PHASES + LONG_PHASES), default=list(PHASES))
     parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
     parser.add_argument("--repeats", type=harness.count, default=3)
     parser.add_argument("--requests", type=harness.count, default=1024)
+    parser.add_argument("--context", type=harness.count, default=4096, help="max_model_len")
+    parser.add_argument("--long-prompt", type=harness.count, default=16000, help="tokens of the long prompt")
     parser.add_argument("--path", type=folders, action="append", default=[], metavar="ENGINE=FOLDERS",
                         help="folders for its PYTHONPATH")  # fmt: skip
     parser.add_argument("--settings", type=json_object, default={}, metavar="JSON",

@@ -58,6 +58,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "top_k_top_p": [{"temperature": 0.8, "top_k": 50, "top_p": 0.95}],
     "top_p": [{"temperature": 0.8, "top_p": 0.95}],
     "penalties": [{"temperature": 0.8, "top_k": 50, "top_p": 0.95, "presence_penalty": 0.5}],
+    "logprobs": [GREEDY | {"logprobs": 5}],
     "mixed": [{"temperature": 0.8, "top_k": 50, "top_p": 0.95}, GREEDY, GREEDY, GREEDY],
     "schema": [GREEDY | SCHEMA],
     "bounded_schema": [GREEDY | BOUNDED_SCHEMA],
