@@ -120,7 +120,7 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def prefill_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, chunks, scale_log2,
     q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
