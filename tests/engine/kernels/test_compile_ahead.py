@@ -1,0 +1,166 @@
+"""Compilation ahead of launches, by Triton's own compiler for a GPU that need not exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton, which is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.small_batch_gemm import rms_norm
+from engine.kernels.step_kernels import gate_kernel
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from Triton: Python's ast
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """A Triton driver that can compile but not launch. `device` numbers Triton's caches in memory."""
+
+    def __init__(self, device: int):
+        self.device = device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compilations(tmp_path, monkeypatch) -> Any:
+    """A list of (kernel, whether Triton's cache on disk had it) that grows with every compilation."""
+    found = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found.append((src.fn.__name__, cache_hit))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    triton.runtime.driver.set_active(Driver(next(DEVICES)))
+    yield found
+    if torch.cuda.is_available():  # else there is no other driver
+        triton.runtime.driver.reset_active()
+
+
+DEVICES = iter(range(1000, 2000))
+
+
+def norm(width: int, rows: int = 3) -> torch.Tensor:
+    out = torch.full((rows, width), 7.0, dtype=torch.bfloat16)
+    return rms_norm(torch.ones_like(out), torch.ones(width, dtype=torch.bfloat16), 1e-6, out)
+
+
+def gate(block: int) -> None:
+    product, out = torch.zeros(2, 128), torch.zeros(2, 64)
+    gate_kernel[(2, 1)](product, out, W=64, BLOCK=block, PDL=False)
+
+
+def test_each_specialisation_compiles_once_and_nothing_is_launched(compilations):
+    outputs = []
+
+    def run() -> None:
+        outputs.extend(norm(width, rows) for width in (64, 128) for rows in (1, 16, 17))
+
+    found = compile_ahead(run, CPU, workers=2)
+    assert found is not None and (found.kernels, found.failed) == (2, 0)
+    assert compilations == [("norm_kernel", False)] * 2
+    assert all((out == 7).all() for out in outputs)
+
+
+def test_later_launches_find_the_kernels_in_memory_and_on_disk(compilations):
+    compile_ahead(lambda: [norm(64), gate(64)], CPU)
+    compilations.clear()
+    again = compile_ahead(lambda: [norm(64), gate(64)], CPU)
+    assert again is not None and again.kernels == 0 and compilations == []
+    triton.runtime.driver.set_active(Driver(next(DEVICES)))  # as in another process, with nothing in memory
+    compile_ahead(lambda: [norm(64), gate(64)], CPU)
+    assert sorted(compilations) == [("gate_kernel", True), ("norm_kernel", True)]
+
+
+def test_the_recorded_kernel_is_the_one_that_a_launch_compiles(compilations):
+    compile_ahead(lambda: norm(64), CPU)
+    triton.runtime.driver.set_active(Driver(next(DEVICES)))
+    compilations.clear()
+    with pytest.raises(AttributeError, match="launcher_cls"):  # compiled, and then the driver can't launch it
+        norm(64)
+    assert compilations == [("norm_kernel", True)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_has_all_kernels(compilations, rank):
+    found = compile_ahead(lambda: [norm(64), norm(128), gate(64)], CPU, rank=rank, num_ranks=2)
+    assert found is not None and found.kernels == len(compilations) == 3
+
+
+def test_a_kernel_that_does_not_compile_is_logged_and_raises_at_its_launch(compilations, caplog):
+    with caplog.at_level(logging.INFO):
+        found = compile_ahead(lambda: [gate(48), norm(64)], CPU)
+    assert found is not None and (found.kernels, found.failed) == (2, 1)
+    assert [name for name, _ in compilations] == ["norm_kernel"]
+    [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "1 of them failed" in error and "power of 2" in error
+    with pytest.raises(triton.CompilationError, match="power of 2"):
+        gate(48)
+
+
+def test_an_error_of_the_run_is_raised_and_launches_work_as_before(compilations):
+    launch = triton.JITFunction.run
+
+    def run() -> None:
+        norm(64)
+        raise ValueError("no such weight")
+
+    with pytest.raises(ValueError, match="no such weight"):
+        compile_ahead(run, CPU)
+    assert triton.JITFunction.run is launch and compilations == []
+    with pytest.raises(AttributeError, match="launcher_cls"):  # compiled, and then the driver can't launch it
+        norm(64)
+    assert compilations == [("norm_kernel", False)]
+
+
+def test_launches_of_other_packages_and_other_threads_are_left_alone(monkeypatch):
+    launches = []
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append((kernel.__name__, warmup))
+
+    monkeypatch.setattr(triton.JITFunction, "run", launch)
+
+    def run() -> None:
+        gate(64)
+        foreign_kernel[(1,)](torch.zeros(1))
+        thread = threading.Thread(target=gate, args=(128,))
+        thread.start()
+        thread.join()
+
+    compile_ahead(run, CPU)
+    assert launches == [("gate_kernel", True), ("foreign_kernel", False), ("gate_kernel", False)]
+
+
+def test_a_triton_without_the_interface_compiles_at_the_first_launch(monkeypatch, caplog):
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    with caplog.at_level(logging.INFO):
+        assert compile_ahead(lambda: pytest.fail("nothing must run"), CPU) is None
+    assert "can't compile ahead" in caplog.text
+
+
+@triton.jit
+def foreign_kernel(x_ptr):
+    pass
