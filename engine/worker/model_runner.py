@@ -144,8 +144,6 @@ class ModelRunner:
             self.state.last_tokens,
             Buckets((*self.site.buckets.sizes, *self._verify_sizes())),
         )
-        if device.type == "cuda":
-            self.sampling_step.warm_up()
         # Results per step in flight: the tokens of its decodes, of its prefills, and of its drafts.
         self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
@@ -187,6 +185,49 @@ class ModelRunner:
         if self.verify_buckets is None:
             return ()
         return tuple(size for size in self.verify_buckets.sizes.sizes if size > self.site.buckets.max)
+
+    # ---- kernels ---------------------------------------------------------------------------------------------------
+
+    def compile_kernels(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Compile, in parallel, the kernels of every graph that warm-up captures; under `lazy` those of sampling only.
+
+        Does nothing on a CPU. With several ranks all of them must call it, since the steps hold collectives.
+        """
+        if self.device.type != "cuda":
+            return
+        from engine.kernels.compile_ahead import compile_ahead  # triton is installed only with CUDA
+
+        compile_ahead(self._run_without_launches, self.device, rank=rank, num_ranks=num_ranks)
+        with torch.inference_mode():  # nothing computed what the run stored in the entries of padding: it may be NaN
+            self.zero_pages([])
+            if self.states is not None:
+                self.states.zero(ids_to(self.device, [0]))
+        self.sampling_step.warm_up()
+
+    def _run_without_launches(self) -> None:
+        """Run the steps of warm-up on padding, as a capture does, where `compile_ahead` skips the launches.
+
+        All indices of the steps are static inputs or results of torch, so they are valid also then.
+        """
+        if self.config.warmup == "lazy" or not self.cache.enabled:
+            self.sampling_step.warm_up()
+            return
+        pool, sites = self.cache.pool, list(self.cache.sites.values())
+        with pool.session(), pool.backend.on_capture_stream(), torch.inference_mode():
+            for site in reversed(sites):  # sampling first: its kernels take longest to compile
+                saved = site.buffers.snapshot(site.buffers.max_rows)
+                site.buffers.fill_dummy()
+                keys = site.warm_keys()
+                if site is self.site:  # its variants differ only in the width that torch's attention reads
+                    keys = list({key.bucket: key for key in keys}.values())
+                for key in keys:
+                    try:
+                        site.run_bodies(key)
+                    except Exception as error:
+                        if self.cache.must_capture:  # other ranks wait for the rest of its collectives
+                            raise
+                        logger.warning("the kernels of %s are not compiled ahead: %s", key, error)
+                site.buffers.restore(saved)
 
     # ---- on the host -----------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class SamplingStep:
         )
 
     def warm_up(self) -> None:
-        """Compile the kernels, so that no request waits for them: run every variant on padding."""
+        """Load the kernels, so that no request waits for them: run every variant on padding."""
         for variant in self._site.variants:
             self._site.run_eager(self._site.key(self._site.buckets.sizes[0], variant))
 

@@ -53,6 +53,7 @@ class Worker:
         self.runner = ModelRunner(config, model, eos_token_ids, manifest)
         # If one rank ran a step eager because its capture failed, the others' graphs would wait for its collectives.
         self.runner.cache.must_capture = parallel.size > 1
+        self.runner.compile_kernels(parallel.rank, parallel.size)
         self.info = ModelInfo(
             name=name,
             architecture=model.config.architecture,

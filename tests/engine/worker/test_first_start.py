@@ -1,0 +1,76 @@
+"""The first start on a GPU compiles the kernels of all graphs before warm-up, which then compiles none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.lively import write_lively_model
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import json, sys, threading
+import triton
+from engine import Engine, EngineConfig, SamplingParams
+
+compiled = []
+
+def listen(*, src, cache_hit, **_):
+    if not cache_hit:
+        compiled.append((src.fn.__name__, threading.current_thread().name.startswith("compile-ahead")))
+
+triton.knobs.compilation.listener = listen
+model, is_ahead, settings = sys.argv[1], sys.argv[2] == "ahead", json.loads(sys.argv[3])
+if not is_ahead:
+    del triton.AsyncCompileMode
+prompts = [[3 + 7 * index % 200 for index in range(length)] for length in (1, 2, 17, 130, 500)]
+params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=1, temperature=temperature, top_p=top_p)
+          for temperature, top_p in ((0, 1), (0, 1), (1, 1), (1, 0.9), (0, 1))]
+with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_seqs=24, max_model_len=1024,
+                         num_pages=400, max_num_batched_tokens=600, graph_manifest="none", **settings)) as engine:
+    outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
+    fallbacks = sum(count for _, count in engine.stats().graphs["fallbacks"])
+print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks]))
+"""
+
+
+def start(model: Path, cache: Path, mode: str, **settings: object) -> tuple[list, list, int]:
+    """Return (kernel, whether ahead) of what an engine compiles, its answers, and the number of steps without graph."""
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model), mode, json.dumps(settings)],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache)},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=600,
+    )
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_warm_up_compiles_nothing_after_compilation_ahead(tiny_model, tmp_path, kernels):
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    write_lively_model(tiny_model, model, seed=0)
+    settings = {"warmup": "full", "kernels": kernels, "num_speculative_tokens": 2}
+    compiled, answers, fallbacks = start(model, cache, "ahead", **settings)
+    assert len(compiled) > 15 and all(is_ahead for _, is_ahead in compiled), compiled
+    assert fallbacks == 0
+    compiled_later, same_answers, _ = start(model, cache, "at launch", **settings)
+    assert compiled_later == []  # the cache on disk has every kernel that a start without compilation ahead launches
+    assert same_answers == answers
+
+
+def test_lazy_warm_up_compiles_only_sampling_ahead(tiny_model, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_lively_model(tiny_model, model, seed=0)
+    compiled, _, _ = start(model, tmp_path / "cache", "ahead", warmup="lazy")
+    ahead = {name for name, is_ahead in compiled if is_ahead}
+    assert "sample_kernel" in ahead and "decode_kernel" not in ahead
