@@ -60,7 +60,7 @@ class DeviceLogprobs:
             wanted = ids_to(z.device, [[*ids, *[0] * (m - len(ids))] for ids in named])
             values = z.gather(1, wanted)
             if truncated:  # the least likely token that is kept ends the order by probability, then by id
-                last = ranked(z, z.shape[1]).gather(1, (kept - 1).unsqueeze(1))
+                last = ranked(z, z.shape[1]).gather(1, (kept - 1).clamp(min=0).unsqueeze(1))
                 least = z.gather(1, last)
                 values = values.masked_fill((values < least) | ((values == least) & (wanted > last)), -math.inf)
             columns.append(values - log_total)

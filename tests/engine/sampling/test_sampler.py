@@ -383,6 +383,15 @@ def test_non_finite_row_is_marked_and_leaves_other_rows_unchanged(bad, fields, m
     assert result.logprobs[0] == result.logprobs[2] == expected.logprobs[0]
 
 
+@pytest.mark.parametrize("bad", [math.nan, -INF])
+def test_a_row_without_finite_logits_may_have_min_p_and_named_tokens(bad):
+    sampler = Sampler(2, 4)
+    for slot in range(2):
+        sampler.set_slot(slot, SamplingParams(min_p=0.5, logprob_token_ids=[3, 0]), slot, [])
+    none, entry = sample(sampler, torch.tensor([[bad] * 4, [0.0, 0.0, -9.0, -9.0]]), [0, 1], [1, 1]).logprobs
+    assert none is None and entry.named == {3: -INF, 0: pytest.approx(math.log(0.5))}
+
+
 def test_inactive_and_padded_rows_are_ignored_and_logits_are_not_written():
     params = SamplingParams(repetition_penalty=2.0, logit_bias={1: 5.0}, min_tokens=3, stop_token_ids=[0], logprobs=0)
     sampler = sampler_with(params, [0, 1], [], 6)
