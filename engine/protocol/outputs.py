@@ -44,7 +44,8 @@ class OutputDelta:
         self.text_delta += later.text_delta
         self.token_ids += later.token_ids
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += later.logprobs
         self.hidden_state_parts += later.hidden_state_parts
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.abort = later.abort
@@ -70,7 +71,8 @@ class CompletionOutput:
         self.text += delta.text_delta
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += delta.logprobs
         self.hidden_state_parts += delta.hidden_state_parts
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
