@@ -97,7 +97,7 @@ def gather_kernel(
                     at = tl.atomic_add(count_ptrs, 1, mask=is_candidate, sem="relaxed")
                     tl.store(
                         key_ptr + row * MAX_CANDIDATES + at,
-                        _sort_keys(z, tile * TILE + tl.arange(0, TILE), ID_BITS),
+                        sort_keys(z, tile * TILE + tl.arange(0, TILE), ID_BITS),
                         mask=is_candidate & (at < MAX_CANDIDATES),
                     )
 
@@ -286,27 +286,27 @@ def _tokens(
     at = start + tl.arange(0, TILE)
     if ALL_LOGITS:
         z = scaled(logits_tile(source_ptr, start // TILE, V, TILE), max_logit, temperature)
-        keys = tl.where(at < count, _sort_keys(z, at, ID_BITS), _NO_TOKEN)
+        keys = tl.where(at < count, sort_keys(z, at, ID_BITS), _NO_TOKEN)
     else:
         keys = tl.load(source_ptr + at, mask=at < count, other=_NO_TOKEN)
-        z = _z_of_keys(keys, ID_BITS)
+        z = z_of_keys(keys, ID_BITS)
     return keys, weights_of(z)
 
 
 @triton.jit
 def _weights_of_keys(keys, ID_BITS: tl.constexpr):
-    return weights_of(_z_of_keys(keys, ID_BITS))
+    return weights_of(z_of_keys(keys, ID_BITS))
 
 
 @triton.jit
-def _z_of_keys(keys, ID_BITS: tl.constexpr):
+def z_of_keys(keys, ID_BITS: tl.constexpr):
     """Return z of sort keys; -inf (weight 0) of _NO_TOKEN."""
     z_bits = tl.minimum(keys >> ID_BITS, _INF_BITS).to(tl.int32)
     return -z_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sort_keys(z, ids, ID_BITS: tl.constexpr):
+def sort_keys(z, ids, ID_BITS: tl.constexpr):
     """Return sort keys int64 of tokens: z descending, then id ascending."""
     z_bits = z.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # bits of -z >= 0, which order like the number
     return (z_bits.to(tl.int64) << ID_BITS) | ids

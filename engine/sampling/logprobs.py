@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels import logprob_layout as layout
 from engine.kernels.sampling_constants import ONE
 from engine.protocol.request import TokenLogprob
+from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from engine.sampling.ops import ranked, weights_of
 from engine.utils.async_copy import Download, ids_to
+
+SCORE_COLUMNS = layout.NAMED + MAX_LOGPROB_TOKEN_IDS
+"""Most columns of the scores that the kernels write: see engine/kernels/logprob_layout.py."""
 
 _CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, which would take gigabytes
 
@@ -80,6 +86,64 @@ class DeviceLogprobs:
             top = {int(i): value for value, i in islice(pairs, top_count) if value > -math.inf}
             named = dict(zip(ids, rest[2 * k :], strict=False))
             out.append(TokenLogprob(int(token_id), logprob, int(rank), top, named))
+        return out
+
+
+@dataclass(slots=True)
+class SlotLogprobs:
+    """Log-probabilities of slots, computed by kernels, which are being copied to the host. `read` waits for the copy.
+
+    `packed`: the first columns of the layout in engine/kernels/logprob_layout.py, [columns, bucket]. `rows` are those
+    to read, ascending. Row rows[i] has top_counts[i] alternatives, and the tokens named[i].
+    """
+
+    packed: Download
+    rows: list[int]
+    top_counts: list[int]
+    named: list[tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, scores: Tensor, bucket: int, rows: list[int], top_counts: list[int], named: list[tuple[int, ...]]
+    ) -> SlotLogprobs:
+        """Begin to copy the columns that these rows need of scores int64 [at least SCORE_COLUMNS * bucket]."""
+        columns = layout.TOP + 2 * max(top_counts)
+        if any(named):
+            columns = layout.NAMED + max(map(len, named))
+        return cls(Download(scores[: columns * bucket].view(columns, bucket)), rows, top_counts, named)
+
+    def read(self) -> list[TokenLogprob | None]:
+        """Return one TokenLogprob per row, or None if no token could be chosen. Omit alternatives of probability 0."""
+        packed, rows = self.packed.read().numpy(), len(self.rows)
+        packed = packed[:, :rows] if self.rows[-1] + 1 == rows else packed[:, self.rows]
+        floats, k = packed.view(np.float64), max(self.top_counts)
+        # Integers and log-probabilities take turns in the layout: one conversion each, since Python calls are slow.
+        tokens, ranks, *ids = packed[: layout.TOP + 2 * k : 2].tolist()
+        logprobs, *values = floats[1 : layout.TOP + 2 * k : 2].tolist()
+        nothing: list[tuple] = [()] * rows
+        named = floats[layout.NAMED :].T.tolist() if any(self.named) else nothing
+        out: list[TokenLogprob | None] = []
+        for token, logprob, rank, count, top_ids, top_values, names, named_values in zip(
+            tokens,
+            logprobs,
+            ranks,
+            self.top_counts,
+            zip(*ids, strict=True) if k else nothing,
+            zip(*values, strict=True) if k else nothing,
+            self.named,
+            named,
+            strict=True,
+        ):
+            if token < 0:
+                out.append(None)
+                continue
+            if count == k and k and top_values[-1] > -math.inf:
+                top = dict(zip(top_ids, top_values, strict=True))
+            else:
+                pairs = islice(zip(top_ids, top_values, strict=True), count)
+                top = {token_id: value for token_id, value in pairs if value > -math.inf}
+            by_name = dict(zip(names, named_values, strict=False)) if names else {}
+            out.append(TokenLogprob(token, logprob, rank, top, by_name))
         return out
 
 

@@ -5,7 +5,8 @@ the min_tokens mask, the mask of a grammar, temperature, top-k, top-p, min-p (Hu
 Temperature and later steps are in engine/sampling/slot_sampling.py.
 
 Tokens are sampled by `Sampler.slot_sampling`, from parameters in device memory and by operations that a graph can
-contain. Log-probabilities are computed by launches after it.
+contain. So are log-probabilities by `Sampler.slot_scoring`, for the rows that its kernels cover. Others are computed by
+launches after it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import RequestError
+from engine.kernels.logprob_layout import MAX_TOP
 from engine.kernels.slot_columns import NUM_FLOATS
 from engine.protocol.request import SamplingParams, TokenLogprob, mix64
-from engine.sampling.logprobs import prompt_logprobs, raw_logprobs
+from engine.sampling.logprobs import SlotLogprobs, prompt_logprobs, raw_logprobs
 from engine.sampling.ops import CANDIDATES, HASH_CONSTANTS
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.scoring import NUM_COLUMNS, LogprobScorer, Pending, SamplingMethod, put_rows, rows_of
@@ -52,7 +54,12 @@ class _Slot:
     @property
     def is_adjusted(self) -> bool:
         """Whether penalties, bias or a mask change the row's logits."""
-        return bool(self.penalised or self.min_tokens or self.bias is not None or self.constrained)
+        return bool(self.min_tokens) or self.stays_adjusted
+
+    @property
+    def stays_adjusted(self) -> bool:
+        """Whether they do so until the end of the request."""
+        return self.penalised or self.bias is not None or self.constrained
 
     @property
     def is_argmax(self) -> bool:
@@ -120,7 +127,9 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._raw = logprobs_mode == "raw"
         self._scorer = LogprobScorer(vocab_size, self.device)
-        self._kernels = _kernels() if (self.device.type == "cuda" if fused is None else fused) else None
+        self._kernels = self._scoring = None
+        if self.device.type == "cuda" if fused is None else fused:
+            self._kernels, self._scoring = _kernels()
         self.counts = TokenCounts(max_num_seqs, vocab_size, self.device)
         # One extra row: index -1 is the greedy row of inactive entries.
         self._slots = [_INACTIVE] * (max_num_seqs + 1)
@@ -132,6 +141,8 @@ class Sampler:
         self._truncated: set[int] = set()  # top-k or top-p
         self._wide: set[int] = set()  # a truncation that may keep more than CANDIDATES tokens
         self._scored: set[int] = set()  # log-probabilities
+        self._scored_by_kernels: set[int] = set()
+        self._scored_by_torch: set[int] = set()
         self.masks = TokenMasks(max_num_seqs, vocab_size, self.device)
         self.table = SlotTable(max_num_seqs, vocab_size, len(self._eos_token_ids), self.device)
         self._row_params = torch.zeros(max_num_seqs + 1, NUM_COLUMNS + 3, dtype=torch.float64)
@@ -186,6 +197,8 @@ class Sampler:
             banned=banned,
             banned_until=state.prompt_len + state.min_tokens,
             constrained=state.constrained,
+            top_count=1 + (method.logprobs or 0) if self._suits_kernels(state) else 0,
+            named=method.logprob_token_ids,
         )  # fmt: skip
         if penalised:
             self.counts.track(slot, prompt_ids, output_ids)
@@ -194,6 +207,8 @@ class Sampler:
         """Put the slot in the sets of what it needs."""
         state = self._slots[slot]
         method = state.method
+        is_scored, suits_kernels = method.logprobs is not None, self._suits_kernels(state)
+        suits_kernels = suits_kernels and (self._raw or not state.min_tokens)
         for slots, belongs in (
             (self._sampler_slots, not state.is_argmax),
             (self._sampled, method.random or state.is_adjusted),
@@ -201,9 +216,18 @@ class Sampler:
             (self._masked, state.min_tokens > 0),
             (self._truncated, method.random and method.truncated),
             (self._wide, method.random and method.truncated and not 0 < method.top_k <= CANDIDATES),
-            (self._scored, method.logprobs is not None),
+            (self._scored, is_scored),
+            (self._scored_by_kernels, is_scored and suits_kernels),
+            (self._scored_by_torch, is_scored and not suits_kernels),
         ):
             (slots.add if belongs else slots.discard)(slot)
+
+    def _suits_kernels(self, state: _Slot) -> bool:
+        """Whether the kernels of `slot_scoring` cover a slot, at the latest when its min_tokens mask is lifted."""
+        method = state.method
+        if self._scoring is None or method.logprobs is None or method.logprobs > MAX_TOP:
+            return False
+        return self._raw or not (state.stays_adjusted or (method.random and method.truncated))
 
     def needs_sampler(self, slots: Iterable[int]) -> bool:
         """Return False if argmax of the logits is enough for all of these slots and none needs logprobs."""
@@ -232,6 +256,22 @@ class Sampler:
             return partial(self._kernels.sample_slots, tensors, hash_constants=HASH_CONSTANTS)
         return partial(sample_slots, tensors, chunk_rows=self._scorer.chunk_rows)
 
+    def slot_scoring(self) -> Callable[..., None] | None:
+        """Return `score_slots` of engine/kernels/fused_logprobs.py on this sampler's slots; None without kernels."""
+        if self._scoring is None:
+            return None
+        return partial(self._scoring.score_slots, self.table.tensors(self.counts, self.masks), raw=self._raw)
+
+    def slot_logprobs(self, slots: Sequence[int]) -> Callable[[Tensor, int], Pending] | None:
+        """Return a function of what `slot_scoring` wrote for these slots, and of its bucket; None if it covers none."""
+        if self._scored_by_kernels.isdisjoint(slots):
+            return None
+        rows = [i for i, slot in enumerate(slots) if slot in self._scored_by_kernels]
+        methods = [self._slots[slots[i]].method for i in rows]
+        top_counts = [method.logprobs or 0 for method in methods]
+        named = [method.logprob_token_ids for method in methods]
+        return lambda scores, bucket: (rows, SlotLogprobs.of(scores, bucket, rows, top_counts, named))
+
     def lift_min_tokens(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Lift the min_tokens mask of slots that have enough tokens; argmax may then be enough for them."""
         if self._masked.isdisjoint(slots):
@@ -242,18 +282,22 @@ class Sampler:
                 state.min_tokens = 0
                 self._classify(slot)
 
-    def logprobs_of(self, logits: Tensor, slots: Sequence[int]) -> Callable[[Tensor], list[Pending]] | None:
+    def logprobs_of(
+        self, logits: Tensor, slots: Sequence[int], *, beside_kernels: bool = False
+    ) -> Callable[[Tensor], list[Pending]] | None:
         """Prepare log-probabilities for logits [b, V]: returns a function of the sampled tokens int64 [b], or None.
 
-        Call it before the tokens are sampled, because penalties then count them too.
+        Call it before the tokens are sampled, because penalties then count them too. `beside_kernels`: leave out the
+        rows that `slot_scoring` covers.
         """
-        if self._scored.isdisjoint(slots):
+        scored = self._scored_by_torch if beside_kernels else self._scored
+        if scored.isdisjoint(slots):
             return None
-        rows = [i for i, slot in enumerate(slots) if slot in self._scored]
+        rows = [i for i, slot in enumerate(slots) if slot in scored]
         states = [self._slots[slots[i]] for i in rows]
         if self._raw:
-            all_states = [self._slots[slot] for slot in slots]
-            return lambda token_ids: self._raw_logprobs(logits, token_ids, all_states)
+            methods = {i: state.method for i, state in zip(rows, states, strict=True)}
+            return lambda token_ids: self._raw_logprobs(logits, token_ids, methods)
         row_params = upload(self._row_params[[slots[i] for i in rows]], self.device)
         penalised = [j for j, state in enumerate(states) if state.penalised]
         tracked = ids_to(self.device, [slots[rows[j]] for j in penalised]) if penalised else None
@@ -265,19 +309,18 @@ class Sampler:
 
         return complete
 
-    def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, states: list[_Slot]) -> list[Pending]:
-        top_counts = {i: count for i, state in enumerate(states) if (count := state.method.logprobs) is not None}
+    def _raw_logprobs(self, raw: Tensor, token_ids: Tensor, methods: dict[int, SamplingMethod]) -> list[Pending]:
         return [
             (
                 rows,
                 raw_logprobs(
                     rows_of(raw, rows),
                     rows_of(token_ids, rows),
-                    [top_counts[i] for i in rows],
-                    [states[i].method.logprob_token_ids for i in rows],
+                    [methods[i].logprobs or 0 for i in rows],
+                    [methods[i].logprob_token_ids for i in rows],
                 ),
             )
-            for rows in self._scorer.split(list(top_counts))
+            for rows in self._scorer.split(list(methods))
         ]
 
     def _adjust_logits(
@@ -351,7 +394,7 @@ def _column(row_params: Tensor, rows: list[int], column: int) -> Tensor:
     return rows_of(row_params, rows)[:, column : column + 1].to(torch.float32)
 
 
-def _kernels() -> ModuleType:
-    from engine.kernels import fused_sampling  # triton is installed only with CUDA
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    from engine.kernels import fused_logprobs, fused_sampling  # triton is installed only with CUDA
 
-    return fused_sampling
+    return fused_sampling, fused_logprobs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol.request import SamplingParams
-from engine.sampling.logprobs import DeviceLogprobs
+from engine.sampling.logprobs import DeviceLogprobs, SlotLogprobs
 from engine.sampling.ops import sample_full, sample_truncated, untruncated, weights_of
 from engine.utils.async_copy import ids_to
 
@@ -20,7 +20,7 @@ from engine.utils.async_copy import ids_to
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = range(4)
 NUM_COLUMNS = 4
 
-Pending = tuple[list[int], DeviceLogprobs]
+Pending = tuple[list[int], DeviceLogprobs | SlotLogprobs]
 """Rows of the batch, and their log-probabilities."""
 
 # Logits per chunk on a CPU and on a GPU. On a GPU it bounds the scratch (about 20 bytes per logit); a CPU is several
@@ -83,7 +83,7 @@ class LogprobScorer:
         [b, >= NUM_COLUMNS] is on the device, with rows from `SamplingMethod.row_params`.
         """
         x = x.to(torch.float32, memory_format=torch.contiguous_format)
-        pending = []
+        pending: list[Pending] = []
         for rows in self._chunks(methods):
             chunk = rows_of(x, rows), rows_of(row_params, rows), [methods[i] for i in rows], rows_of(token_ids, rows)
             pending.append((rows, self._score_chunk(*chunk)))

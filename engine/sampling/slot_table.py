@@ -19,10 +19,12 @@ from engine.kernels.slot_columns import (
     NUM_BIASED,
     NUM_COLUMNS,
     NUM_FLOATS,
+    NUM_NAMED,
     PENALISED,
+    TOP_COUNT,
     SlotTensors,
 )
-from engine.protocol.sampling_params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS
+from engine.protocol.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 from engine.sampling.penalties import TokenCounts
 from engine.sampling.token_masks import TokenMasks
 from engine.utils.async_copy import upload
@@ -42,13 +44,14 @@ class SlotTable:
         self.bias_ids = torch.zeros(entries, biased, dtype=torch.int32, device=device)
         self.bias_values = torch.full((entries, biased), -0.0, dtype=torch.float32, device=device)
         self.banned_ids = torch.zeros(entries, banned, dtype=torch.int32, device=device)
+        self.named_ids = torch.zeros(entries, MAX_LOGPROB_TOKEN_IDS, dtype=torch.int32, device=device)
         self._device = device
         self._host = torch.zeros(entries, NUM_COLUMNS, dtype=torch.int64)
 
     def tensors(self, counts: TokenCounts, masks: TokenMasks) -> SlotTensors:
         """Return the table with the masks and the token counts, which are allocated if they are not yet."""
         return SlotTensors(
-            self.values, self.bias_ids, self.bias_values, self.banned_ids, masks.masks, counts.values
+            self.values, self.bias_ids, self.bias_values, self.banned_ids, self.named_ids, masks.masks, counts.values
         )  # fmt: skip
 
     def set(
@@ -63,11 +66,14 @@ class SlotTable:
         banned: Tensor | None,
         banned_until: int,
         constrained: bool,
+        top_count: int,
+        named: Sequence[int],
     ) -> None:
         """Write a slot's parameters; `floats` are the first NUM_FLOATS columns.
 
-        `bias`: token ids int64 [n] and values float32 [n], and `banned`: token ids int64 [m], all on the host. Steps
-        enqueued earlier still read the former parameters.
+        `bias`: token ids int64 [n] and values float32 [n], and `banned`: token ids int64 [m], all on the host.
+        `top_count` and `named` (logprob_token_ids): see TOP_COUNT. Steps enqueued earlier still read the former
+        parameters.
         """
         entry = slot + 1
         row = torch.zeros(NUM_COLUMNS, dtype=torch.int64)
@@ -87,6 +93,10 @@ class SlotTable:
             row[NUM_BANNED], row[BANNED_UNTIL] = len(banned), banned_until
             ids = banned.to(torch.int32)
             self._write(self.banned_ids[entry], _padded(ids, self.banned_ids.shape[1], int(ids[0])))
+        row[TOP_COUNT], row[NUM_NAMED] = top_count, len(named)
+        if named:
+            ids = torch.tensor(named, dtype=torch.int32)
+            self._write(self.named_ids[entry], _padded(ids, self.named_ids.shape[1], 0))
         if not row.equal(self._host[entry]):  # a greedy request after another one changes nothing
             self._host[entry] = row
             self._write(self.values[entry], row)

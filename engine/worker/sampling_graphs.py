@@ -1,17 +1,19 @@
 """The captured sampling step, which runs after the forward graph if a row needs more than its greedy token.
 
-One graph per row bucket and variant (see `Sampler.variants`), over static buffers and the sampler's table of slots in
-device memory. A step uploads nothing: the table is written when a request gets its slot.
+One graph per row bucket and variant (see `Sampler.variants`), and on a GPU one per row bucket for log-probabilities,
+over static buffers and the sampler's table of slots in device memory. A step uploads nothing: the table is written when
+a request gets its slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.sampling.logprobs import SCORE_COLUMNS
 from engine.sampling.sampler import Sampler, SampleResult
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
@@ -20,6 +22,7 @@ from graph_cache.cache import GraphCache
 from graph_cache.site import Site
 
 SITE = "sampling"
+LOGPROBS_SITE = "logprobs"
 PHASE = "sample"
 
 
@@ -50,36 +53,49 @@ class SamplingStep:
         self._rows = torch.zeros(2, len(logits), dtype=torch.int64, device=logits.device)
         self.slots, self.positions = self._rows
         self._num_loaded = 0
-        buffers = {
-            "logits": (BufferSpec((BATCH, logits.shape[1]), logits.dtype, pad=None), logits),
-            "slots": (BufferSpec((BATCH,), torch.int64), self.slots),
-            "positions": (BufferSpec((BATCH,), torch.int64), self.positions),
-            "next_tokens": (BufferSpec((BATCH,), torch.int64, pad=None), next_tokens),
-            "last_tokens": (BufferSpec(tuple(last_tokens.shape), torch.int64, pad=None), last_tokens),
-        }
         addresses = AddressBook()
         addresses.watch(sampler.table.tensors(sampler.counts, sampler.masks)._asdict(), prefix=f"{SITE}.slots.")
-        self._site = cache.add_site(
-            Site(
-                SITE,
-                [sampler.slot_sampling()],
-                StaticBuffers(
-                    {name: spec for name, (spec, _) in buffers.items()},
-                    len(logits),
-                    logits.device,
-                    tensors={name: tensor for name, (_, tensor) in buffers.items()},
-                ),
-                sampling_buckets(buckets),
-                phase=PHASE,
-                variants=sampler.variants,
-                addresses=addresses,
+        shared = {
+            "logits": (BufferSpec((BATCH, logits.shape[1]), logits.dtype, pad=None), logits),
+            "slots": (BufferSpec((BATCH,), torch.int64), self.slots),
+            "next_tokens": (BufferSpec((BATCH,), torch.int64, pad=None), next_tokens),
+        }
+
+        def add_site(
+            name: str, part: Callable[..., None], more: dict[str, tuple[BufferSpec, Tensor]], **options: Any
+        ) -> Site:
+            buffers = shared | more
+            static = StaticBuffers(
+                {label: spec for label, (spec, _) in buffers.items()},
+                len(logits),
+                logits.device,
+                tensors={label: tensor for label, (_, tensor) in buffers.items()},
             )
+            sizes = sampling_buckets(buckets)
+            return cache.add_site(Site(name, [part], static, sizes, phase=PHASE, addresses=addresses, **options))
+
+        sampling = add_site(
+            SITE,
+            sampler.slot_sampling(),
+            {
+                "positions": (BufferSpec((BATCH,), torch.int64), self.positions),
+                "last_tokens": (BufferSpec(tuple(last_tokens.shape), torch.int64, pad=None), last_tokens),
+            },
+            variants=sampler.variants,
         )
+        self._sites = [sampling]
+        self._scores = torch.empty(0)
+        scoring = sampler.slot_scoring()
+        if scoring is not None:
+            self._scores = torch.zeros(SCORE_COLUMNS * len(logits), dtype=torch.int64, device=logits.device)
+            scores = {"scores": (BufferSpec(tuple(self._scores.shape), torch.int64, pad=None), self._scores)}
+            self._sites.append(add_site(LOGPROBS_SITE, scoring, scores))
 
     def warm_up(self) -> None:
         """Load the kernels, so that no request waits for them: run every variant on padding."""
-        for variant in self._site.variants:
-            self._site.run_eager(self._site.key(self._site.buckets.sizes[0], variant))
+        for site in self._sites:
+            for variant in site.variants:
+                site.run_eager(site.key(site.buckets.sizes[0], variant))
 
     def load(self, rows: Tensor) -> None:
         """Copy slots + 1 and positions int64 [2, n], on the device or in pinned memory, and make other rows padding."""
@@ -93,17 +109,22 @@ class SamplingStep:
         """Sample the rows of these slots at these positions, which are loaded already, and count their tokens.
 
         Replays a graph, or runs the same operations eager if it is missing; neither if argmax is enough for all rows.
-        `token_ids` of the result alias next_tokens: copy them before the next step. Log-probabilities are computed by
-        launches after the replay.
+        `token_ids` of the result alias next_tokens: copy them before the next step. Log-probabilities come from another
+        graph, and those that it doesn't cover from launches after the replay.
         """
         rows = len(slots)
         logits, token_ids = self._logits[:rows], self._next_tokens[:rows]
         self._sampler.lift_min_tokens(slots, positions)
-        logprobs_of = self._sampler.logprobs_of(logits, slots)
+        slot_logprobs = self._sampler.slot_logprobs(slots)
+        logprobs_of = self._sampler.logprobs_of(logits, slots, beside_kernels=True)
         variant: dict[str, Any] | None = self._sampler.variant(slots)
         if variant is not None:
             self._cache.run(self._cache.plan(SITE, rows, **variant))
-        return SampleResult(token_ids, [] if logprobs_of is None else logprobs_of(token_ids))
+        pending = [] if logprobs_of is None else logprobs_of(token_ids)
+        if slot_logprobs is not None:
+            ran = self._cache.run(self._cache.plan(LOGPROBS_SITE, rows))
+            pending.append(slot_logprobs(self._scores, ran.bucket))
+        return SampleResult(token_ids, pending)
 
 
 def sampling_buckets(buckets: Buckets) -> Buckets:

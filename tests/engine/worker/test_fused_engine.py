@@ -69,6 +69,39 @@ def test_gpu_fused_log_probabilities_match_float32(model):
     assert fused < 1.5 * plain + 1e-3 and fused < 0.05
 
 
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_gpu_log_probabilities_of_kernels_equal_those_of_torch(model, mode):
+    """Torch computes those of requests with more than 20 alternatives; the first five must be the same."""
+    settings = SETTINGS | {"dtype": "bfloat16", "logprobs_mode": mode}
+
+    def scored(engine: Engine, counts: list[int | None]) -> list[tuple[list[int], list | None]]:
+        params = [
+            SamplingParams(temperature=index % 3 * 0.4, logprobs=counts[index % len(counts)], max_tokens=24,
+                           ignore_eos=True, seed=index, logprob_token_ids=[7, 9] if index % 4 == 1 else [])
+            for index in range(len(prompts()))
+        ]  # fmt: skip
+        return [(one.token_ids, one.logprobs) for one in engine.generate(prompt_token_ids=prompts(),
+                                                                        sampling_params=params)]  # fmt: skip
+
+    with Engine(EngineConfig(model=model, **settings)) as engine:
+        kernels, torch_only, mixed = (scored(engine, counts) for counts in ([5], [40], [5, 40, 0]))
+        graphs = engine.stats().graphs
+    with Engine(EngineConfig(model=model, **(settings | {"cuda_graph_impl": "none"}))) as engine:
+        assert scored(engine, [5]) == kernels
+    assert not dict(graphs["fallbacks"])
+    assert any(labels[0] == "logprobs" for labels, _ in graphs["replays"])
+    for found, wanted, other in zip(kernels, torch_only, mixed, strict=True):
+        assert found[0] == wanted[0] == other[0]
+        for one, two, three in zip(found[1], wanted[1], other[1], strict=True):
+            assert (one.token_id, one.rank) == (two.token_id, two.rank) == (three.token_id, three.rank)
+            assert list(one.top) == list(two.top)[:5] and len(one.top) == 5
+            assert list(one.named) == list(two.named) == list(three.named)
+            assert [one.logprob, *one.top.values(), *one.named.values()] == pytest.approx(
+                [two.logprob, *list(two.top.values())[:5], *two.named.values()], abs=1e-5
+            )
+            assert three.logprob == pytest.approx(one.logprob, abs=1e-5)
+
+
 def test_gpu_hidden_states_are_those_that_the_head_reads(model):
     """Of the first answer's tokens, which decode steps computed, and of a prompt of the same tokens."""
     wanted = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, return_hidden_states=True)

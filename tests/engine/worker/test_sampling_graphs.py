@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.protocol.request import SamplingParams
 from engine.sampling.sampler import Sampler
-from engine.worker.sampling_graphs import SITE, SamplingStep, sampling_buckets
+from engine.worker.sampling_graphs import LOGPROBS_SITE, SITE, SamplingStep, sampling_buckets
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.config import GraphConfig
@@ -377,6 +377,60 @@ def test_gpu_replay_equals_eager_sampling(vocab_size):
             assert rig.last_tokens[slot + 1] == token
     assert same >= total - 1  # exp of the kernels and of torch may differ in its last bit
     assert rig.replays() > 10 and not rig.fallbacks()
+
+
+SCORED = [
+    SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(temperature=0.8, logprobs=20),
+    GREEDY,
+    SamplingParams(top_p=0.9, logprobs=3),  # scored by torch, as are the next two
+    SamplingParams(temperature=0.0, logprobs=21),
+    SamplingParams(logprobs=2, presence_penalty=1.0),
+    SamplingParams(min_p=0.1, logprobs=4, logprob_token_ids=[5, 700]),
+    SamplingParams(),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [777, 128256])
+def test_gpu_log_probabilities_of_the_graph_equal_those_of_torch(vocab_size):
+    rig = Rig(vocab_size, "cuda", torch.bfloat16)
+    rig.set_slots(SCORED)
+    for position in range(5, 25):
+        slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(position))[: 1 + position % 8].tolist()
+        logits = random_logits(len(slots), vocab_size, position, torch.bfloat16).cuda()
+        found = rig.run(logits, slots, [position] * len(slots))
+        wanted = sample(rig.reference, logits, slots, [position] * len(slots))
+        assert found.token_ids.equal(wanted.token_ids)
+        for one, other in zip(found.logprobs or [], wanted.logprobs or [], strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert (one.token_id, one.rank, list(one.top)) == (other.token_id, other.rank, list(other.top))
+                assert list(one.top.values()) == pytest.approx(list(other.top.values()), abs=1e-5)
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+                assert one.named == pytest.approx(other.named, abs=1e-5)
+    replays = {site for (site, *_), count in rig.cache.stats.replays.items() if count}
+    assert replays == {SITE, LOGPROBS_SITE} and not rig.fallbacks()
+
+
+@pytest.mark.gpu
+def test_gpu_greedy_batch_with_log_probabilities_replays_one_graph_and_copies_nothing_from_the_host():
+    rig = Rig(32000, "cuda", torch.bfloat16)
+    rig.set_slots([SCORED[0]] * SLOTS)
+    slots = list(range(SLOTS))
+    rig.run(random_logits(8, 32000).cuda(), slots, [5] * 8)
+    rows = torch.stack([torch.arange(1, 9), torch.full((8,), 6)]).cuda()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
+        with torch.inference_mode():
+            rig.step.load(rows)
+            assert len(rig.step.run(slots, [6] * 8).logprobs) == SLOTS
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events()]
+    assert any("scored_row_kernel" in name for name in names)
+    assert not [name for name in names if "HtoD" in name]
+    assert sum("DtoH" in name for name in names) == 1
+    assert rig.replays() == 0
 
 
 @pytest.mark.gpu
