@@ -83,6 +83,12 @@ class AttentionBackend(Protocol):
     def __init__(self, kv: KVCache, max_rows: int) -> None:
         """Attend over `kv`, in decode steps of up to `max_rows` rows."""
 
+    def verify(self, group: int) -> None:
+        """Compare kernels with PyTorch on this device, for `group` query heads per KV head, and drop those that differ.
+
+        Called once, before steps are captured.
+        """
+
     def decode(self, metadata: DecodeMetadata) -> Attention:
         """Return the attention of a decode step. Uses tensor operations only, so that a step can be captured."""
         ...

@@ -119,6 +119,9 @@ class SdpaBackend:
     def decode(self, metadata: DecodeMetadata) -> Attention:
         return SdpaDecode(self._kv, metadata)
 
+    def verify(self, group: int) -> None:
+        pass  # these are PyTorch's
+
     def prefill(self, metadata: PrefillMetadata) -> Attention:
         return SdpaPrefill(self._kv, metadata)
 

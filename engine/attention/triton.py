@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -11,8 +13,14 @@ from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
 from engine.attention.interface import FusedAttention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
+from engine.kernels.launch import has_hopper_kernels
 from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, NormRope, by_kv_head, paged_decode
 from engine.kernels.paged_prefill import VarlenLayout, append_kv, norm_rope_append, paged_prefill
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR = 1e-2
+"""Relative error of correct attention in 16 bits is below 5e-3."""
 
 
 class TritonBackend:
@@ -35,12 +43,25 @@ class TritonBackend:
     def __init__(self, kv: KVCache, max_rows: int):
         self._kv, self._max_rows = kv, max_rows
         self._scratch: DecodeScratch | None = None
+        self.hopper = _hopper_kernels(kv)
+
+    def verify(self, group: int) -> None:
+        if self.hopper is None:
+            return
+        kv = self._kv
+        with torch.cuda.device(kv.device):
+            error = self.hopper.error_beside_torch(
+                kv.kv_heads * group, kv.kv_heads, kv.head_dim, kv.page_size, kv.dtype
+            )
+        if not error < MAX_ERROR:
+            logger.warning("kernels for Hopper GPUs have a relative error of %.2g here: using others", error)
+            self.hopper = None
 
     def decode(self, metadata: DecodeMetadata) -> FusedAttention:
         return TritonDecode(self._kv, metadata, self)
 
     def prefill(self, metadata: PrefillMetadata) -> FusedAttention:
-        return TritonPrefill(self._kv, metadata)
+        return TritonPrefill(self._kv, metadata, self.hopper)
 
     def workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
         """Return decode scratch for queries [b, KV, H/KV, D], allocated in the first warm-up run.
@@ -87,10 +108,14 @@ class TritonDecode:
 
 
 class TritonPrefill:
-    """Attention of packed prompt chunks: append their keys and values, then attend."""
+    """Attention of packed prompt chunks: append their keys and values, then attend.
 
-    def __init__(self, kv: KVCache, metadata: PrefillMetadata):
-        self._kv, self._metadata = kv, metadata
+    `hopper`: the module of the kernels for layers without a window, if the GPU has them.
+    """
+
+    def __init__(self, kv: KVCache, metadata: PrefillMetadata, hopper: ModuleType | None):
+        self._kv, self._metadata, self._hopper = kv, metadata, hopper
+        self._tiles: Tensor | None = None  # of the step, for all layers
         self._layout = VarlenLayout(
             metadata.positions, metadata.token_rows, metadata.ends, metadata.starts, metadata.rows
         )
@@ -112,4 +137,19 @@ class TritonPrefill:
     def _attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         kv = self._kv
         spec, table = kv.spec(layer), self._metadata.page_tables[kv.group_of[layer]]
-        paged_prefill(q, kv.k[layer], kv.v[layer], table, self._layout, spec.softmax_scale, out, window=spec.window)
+        k, v, scale = kv.k[layer], kv.v[layer], spec.softmax_scale
+        if self._hopper is None or spec.window is not None:
+            paged_prefill(q, k, v, table, self._layout, scale, out, window=spec.window)
+            return
+        if self._tiles is None:
+            self._tiles = self._hopper.tile_list(self._layout, len(q), q.shape[2])
+        self._hopper.hopper_prefill(q, k, v, table, self._tiles, scale, out)
+
+
+def _hopper_kernels(kv: KVCache) -> ModuleType | None:
+    """Return the module of the kernels for Hopper GPUs, if they support this cache."""
+    if not kv.paged or not has_hopper_kernels(kv.device, kv.dtype, kv.head_dim, kv.page_size):
+        return None
+    from engine.kernels import hopper_prefill  # other versions of Triton may not have what it imports
+
+    return hopper_prefill

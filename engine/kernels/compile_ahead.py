@@ -127,6 +127,8 @@ def _label(value: Any) -> Hashable:
     """Return a key that is equal only for arguments for which Triton compiles the same kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return type(value), value.base.dtype, tuple(value.block_shape), repr(getattr(value, "layout", None))
     return type(value), value
 
 

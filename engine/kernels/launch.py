@@ -7,6 +7,7 @@ reads or writes memory that an earlier kernel may write or read.
 from __future__ import annotations
 
 import functools
+from importlib.metadata import version as version_of
 
 import torch
 
@@ -21,6 +22,21 @@ def fits(device: torch.device) -> bool:
     """
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES  # ROCm lacks the attribute
+
+
+def has_hopper_kernels(device: torch.device, dtype: torch.dtype, dim: int, page_size: int) -> bool:
+    """Return whether hopper_prefill.py computes heads of `dim` over pages of `page_size` tokens on this CUDA device.
+
+    Its kernels use WGMMA instructions, through an interface of Triton that changes between versions.
+    """
+    version = tuple(int(part) for part in version_of("triton").split(".")[:2])
+    return (
+        _capability(device) == (9, 0)
+        and version in ((3, 6), (3, 7))
+        and dtype in (torch.bfloat16, torch.float16)
+        and dim in (64, 128)
+        and page_size in (8, 16, 32, 64, 128)
+    )
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

@@ -44,9 +44,25 @@ def norm_rope_kernel(
     tl.store(q_ptrs + dims[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
     if slot > 0:
         page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
-        target = page * cache_page + (position % PAGE) * cache_slot + kv_heads * cache_head + dims[None, :]
+        start = page * cache_page + kv_heads * cache_head + dims[None, :]
+        target = start + (position % PAGE) * cache_slot
         tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=kv_mask)
         tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=kv_mask)
+        _zero_rest(v_cache_ptr + start, kv_mask, slots_ptr, token, slot, position, cache_slot, PAGE)
+
+
+@triton.jit
+def _zero_rest(v_ptrs, mask, rows_ptr, token, row, position, cache_slot, PAGE: tl.constexpr):
+    """Zero the values that follow a chunk's last token in its page [heads, dims]; v_ptrs are those of the first slot.
+
+    A kernel that reads whole pages gives these slots a weight of 0, and 0 * NaN would poison the sum.
+    """
+    is_last = token + 1 == tl.num_programs(0)
+    if not is_last:
+        is_last = tl.load(rows_ptr + token + 1) != row
+    if is_last:
+        for slot in range(position % PAGE + 1, PAGE):
+            tl.store(v_ptrs + slot * cache_slot, tl.zeros(v_ptrs.shape, v_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -65,9 +81,11 @@ def append_kernel(
         k = tl.load(k_ptr + token * k_token + heads * k_head + dims, mask=mask)
         v = tl.load(v_ptr + token * v_token + heads * v_head + dims, mask=mask)
         page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
-        target = page * cache_page + (position % PAGE) * cache_slot + heads * cache_head + dims
+        start = page * cache_page + heads * cache_head + dims
+        target = start + (position % PAGE) * cache_slot
         tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
         tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        _zero_rest(v_cache_ptr + start, mask, rows_ptr, token, row, position, cache_slot, PAGE)
 
 
 @triton.jit

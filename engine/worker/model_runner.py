@@ -202,6 +202,7 @@ class ModelRunner:
             self.zero_pages([])
             if self.states is not None:
                 self.states.zero(ids_to(self.device, [0]))
+            self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
         self.sampling_step.warm_up()
 
     def _run_without_launches(self) -> None:
