@@ -277,9 +277,7 @@ def _attend(
         weights = gl.convert_layout(exponentials.to(dtype), P_LAYOUT)
         zero = gl.zeros([ROWS, BLOCK], gl.float32, S_LAYOUT)
         keys = k_smem.index(next_stage).permute((1, 0))
-        scores_token = warpgroup_mma(
-            q_buffers.index(turn % 2 * 2 + WHICH), keys, zero, use_acc=False, is_async=True
-        )
+        scores_token = warpgroup_mma(q_buffers.index(turn % 2 * 2 + WHICH), keys, zero, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(stage), (index // STAGES) & 1)
         acc_token = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
         scores, positions = warpgroup_mma_wait(1, deps=(scores_token, positions))
