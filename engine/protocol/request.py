@@ -95,7 +95,7 @@ class TokenEvent:
     weight_version: str = ""
     cached_tokens: int = 0  # prompt tokens from the prefix cache
     queue_time: float | None = None  # seconds, with the first event only
-    graph_bucket: int | None = None  # bucket of the decode graph that was replayed; None: prefill or eager
+    graph_bucket: int | None = None  # bucket of the graph that ran the decode; None: prefill or eager
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ class StepResult:
     - prompt_logprobs: by request id, for the prompt tokens scored in this step.
     - hidden_states: by request id, for those that want them: the first position, and float32 [n, h] of the tokens
       computed from there on.
-    - graph_bucket: bucket of the graph that ran the decodes; None if they ran eager.
+    - graph_bucket: bucket of the graph that ran the decodes: in rows, or in tokens if prompt chunks ran in the same
+      graph. None if they ran eager.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -157,6 +157,14 @@ class DecodeInputs:
         """Record that the step of the last `changes` is enqueued; it advances its rows by one position."""
         self._unapplied_steps += 1
 
+    def set_decoded_elsewhere(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Record that another phase computed decodes and wrote the slots' next tokens, at `positions`.
+
+        It wrote them to `last_tokens` and did not advance the rows of the decode state: `changes` compares all rows.
+        """
+        self.set_sampled_positions(slots, positions)
+        self._leases = []
+
     def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """Record that the device wrote the slots' tokens at `positions` to `last_tokens`."""
         self._apply_advances()

@@ -30,7 +30,16 @@ from engine.utils.async_copy import Download, ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_addresses
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
-from engine.worker.packed_graphs import PackedBuckets, PackedOutput, PackedRow, PackedStep, prefill_row, verify_row
+from engine.worker.packed_graphs import (
+    MAX_MIXED_DECODES,
+    PackedBuckets,
+    PackedOutput,
+    PackedRow,
+    PackedStep,
+    decode_row,
+    prefill_row,
+    verify_row,
+)
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_input import (
@@ -86,6 +95,11 @@ class ModelRunner:
         if config.num_speculative_tokens:
             tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
             self.verify_buckets = PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages, len(self.kv.groups))
+        # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
+        self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
+        self.mixed_buckets = PackedBuckets(
+            Phase.MIXED, config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
+        )
         max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
         self.step_model = self._fuse(dtype) or model
         self.buffers = decode_buffers(
@@ -115,7 +129,7 @@ class ModelRunner:
             )
         )
         self.packed_steps: dict[Phase, PackedStep] = {}
-        for buckets in (self.prefill_buckets, self.verify_buckets):
+        for buckets in (self.prefill_buckets, self.verify_buckets, self.mixed_buckets):
             if buckets is not None:
                 step = self.packed_steps[buckets.phase] = PackedStep(
                     self.step_model,
@@ -127,7 +141,7 @@ class ModelRunner:
                     self.buffers["next_tokens"],
                     self.states,
                 )
-                if self.attention.support.captures_prefill:
+                if self.attention.support.captures_prefill and (buckets is not self.mixed_buckets or self._can_mix()):
                     self.cache.add_site(step.site(addresses))
         self.sampling = Sampler(
             config.max_num_seqs,
@@ -174,6 +188,11 @@ class ModelRunner:
                 raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
             logger.info("using the model's own layers: %s", error)
             return None
+
+    def _can_mix(self) -> bool:
+        """Return whether decodes may run in one graph with prompt chunks."""
+        is_fast = getattr(self.attention, "hopper", None) is not None
+        return is_fast and self.states is None and not self.config.num_speculative_tokens
 
     @property
     def max_verify_tokens(self) -> int:
@@ -239,6 +258,11 @@ class ModelRunner:
         """
         for request in batch.admitted:
             self.inputs.assign_slot(request.slot)
+        mixed = self._prepare_mixed(batch)
+        decode, prefill = None, mixed
+        if mixed is None:
+            decode = self._prepare_decode(batch) if batch.decodes else None
+            prefill = self._prepare_prefill(batch.prefills) if batch.prefills else None
         return StepInput(
             admitted=[
                 SlotAssignment(
@@ -251,8 +275,8 @@ class ModelRunner:
                 for request in batch.admitted
             ],
             fresh_pages=self._fresh_pages(batch) if self.contexts else [],
-            decode=self._prepare_decode(batch) if batch.decodes else None,
-            prefill=self._prepare_prefill(batch.prefills) if batch.prefills else None,
+            decode=decode,
+            prefill=prefill,
             verify=self._prepare_verify(batch.verifies) if batch.verifies else None,
             is_constrained=bool(batch.constrained),
         )
@@ -304,6 +328,34 @@ class ModelRunner:
         )
         return PrefillInput([chunk_input(chunk) for chunk in chunks], bucket, packed)
 
+    def _prepare_mixed(self, batch: Batch) -> PrefillInput | None:
+        """Return decodes and prompt chunks as one packed step, which reads the weights once; None if they run apart.
+
+        Those of a constrained batch do: only then do its decodes run while masks are computed.
+        """
+        chunks, num_decodes = batch.prefills, len(batch.decodes)
+        if not (chunks and 0 < num_decodes <= self.max_mixed_decodes) or batch.constrained or batch.verifies:
+            return None
+        tokens = num_decodes + sum(chunk.length for chunk in chunks)
+        if self.mixed_buckets.choose(tokens, num_decodes + len(chunks)) is None:
+            return None
+        pairs = list(zip(batch.decodes, batch.positions, strict=True))
+        rows = [decode_row(request, position) for request, position in pairs]
+        bucket, packed = self._pack(self.mixed_buckets, rows + [prefill_row(chunk) for chunk in chunks])
+        ended = [chunk for chunk in chunks if chunk.is_last]
+        self.inputs.set_decoded_elsewhere(
+            [request.slot for request, _ in pairs] + [chunk.request.slot for chunk in ended],
+            [position + 1 for _, position in pairs] + [chunk.start + chunk.length for chunk in ended],
+        )
+        decodes = [
+            ChunkInput(
+                request.slot, position, 1, True, None,
+                request.request_id if request.params.return_hidden_states else None,
+            )
+            for request, position in pairs
+        ]  # fmt: skip
+        return PrefillInput(decodes + [chunk_input(chunk) for chunk in chunks], bucket, packed, num_decodes)
+
     def _prepare_verify(self, rows: Sequence[VerifyRow]) -> VerifyInput:
         assert self.verify_buckets is not None
         bucket, packed = self._pack(self.verify_buckets, [verify_row(row) for row in rows])
@@ -330,8 +382,9 @@ class ModelRunner:
     def execute(self, step: StepInput) -> AsyncStepOutput:
         """Enqueue one step and return without waiting for it.
 
-        The decodes run as one padded graph replay, the prefill chunks as another replay or eager together. At most
-        MAX_STEPS_IN_FLIGHT steps may be unread, including this one. After an exception, call `reset_after_failure`.
+        The decodes run as one padded graph replay, the prompt chunks as another replay or eager together; on Hopper
+        GPUs, few decodes and few prompt tokens run as one replay. At most MAX_STEPS_IN_FLIGHT steps may be unread,
+        including this one. After an exception, call `reset_after_failure`.
 
         Of a constrained step, enqueues only the decodes' forward graph, which doesn't depend on the masks: `sample`
         does the rest. Without it, the next step replaces this one.
@@ -420,7 +473,10 @@ class ModelRunner:
         chunks = step.chunks
         ended = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         spans = [(chunk.start, chunk.length) for chunk in chunks]
-        found = self._run_packed(Phase.PREFILL, step.bucket, step.packed, spans, ended)
+        phase = Phase.MIXED if step.num_decodes else Phase.PREFILL
+        found = self._run_packed(phase, step.bucket, step.packed, spans, ended)
+        if step.num_decodes:
+            output.graph_bucket = step.bucket
         start = 0
         for chunk in chunks:
             if chunk.scoring is not None:

@@ -1,4 +1,4 @@
-"""Packed steps, for prompt chunks and for drafts to verify: varlen, replayed as one graph per token bucket.
+"""Packed steps: prompt chunks, alone or with decodes, and drafts to verify. Varlen, one graph per token bucket.
 
 Backends whose attention reads host values run the same step eager, without padding.
 """
@@ -19,6 +19,7 @@ from engine.models.interface import Model
 from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk, VerifyRow
+from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
@@ -32,6 +33,15 @@ request that ends is followed by one prompt of a few hundred tokens, so nearly e
 
 VERIFY_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Token buckets of steps that verify drafts, below the largest."""
+
+MIXED_BUCKETS = (*range(64, 1024, 64), *range(1024, 2049, 256))
+"""Token buckets of steps that hold decodes and prompt chunks. With more tokens, reading the weights twice costs little.
+"""
+
+MAX_MIXED_DECODES = 128
+"""Decodes of such a step. Decode attention reads more of them faster than prefill attention does."""
+
+SIZES = {Phase.PREFILL: TOKEN_BUCKETS, Phase.VERIFY: VERIFY_BUCKETS, Phase.MIXED: MIXED_BUCKETS}
 
 MIN_CHUNKS, MAX_CHUNKS, TOKENS_PER_CHUNK = 16, 256, 16
 """A bucket holds one chunk per TOKENS_PER_CHUNK tokens, within these limits. Each is a row of the LM head's GEMM, used
@@ -92,6 +102,8 @@ class PackedLayout(NamedTuple):
 class PackedRow(NamedTuple):
     """Tokens of one sequence from position `start` on.
 
+    A token -n stands for the newest one of entry n, `last_tokens[n]`, which the host may not know yet.
+
     `entry`: of `last_tokens`, for the greedy token after them. `state_entry`: of the recurrent states. 0: none.
     """
 
@@ -109,6 +121,13 @@ def prefill_row(chunk: PrefillChunk) -> PackedRow:
     return PackedRow(request.page_tables, chunk.start, request.token_ids[chunk.start : end], entry, slot)
 
 
+def decode_row(request: Request, position: int) -> PackedRow:
+    """Return a decode, which computes the token at `position`, as a row."""
+    entry = request.slot + 1
+    token = request.token_ids[position] if position < len(request.token_ids) else -entry
+    return PackedRow(request.page_tables, position, (token,), entry, entry)
+
+
 def verify_row(row: VerifyRow) -> PackedRow:
     """Return a request's newest token and its drafts as a row."""
     request = row.request
@@ -119,13 +138,14 @@ class PackedBuckets:
     """The token buckets of a phase's packed steps, and how many chunks each holds.
 
     A step that verifies drafts has at least two tokens per chunk. One of prefill has room for fewer chunks, because
-    each is a row of logits.
+    each is a row of logits. A mixed step has room for its decodes beside those of prefill.
     """
 
     def __init__(self, phase: Phase, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int):
-        sizes = TOKEN_BUCKETS if phase is Phase.PREFILL else VERIFY_BUCKETS
+        if phase is Phase.MIXED:
+            max_tokens = min(max_tokens, MIXED_BUCKETS[-1])
         self.phase = phase
-        self.sizes = Buckets((*(size for size in sizes if size < max_tokens), max_tokens))
+        self.sizes = Buckets((*(size for size in SIZES[phase] if size < max_tokens), max_tokens))
         self._max_chunks, self._pages, self._groups = max_chunks, pages_per_chunk, groups
 
     @property
@@ -137,7 +157,10 @@ class PackedBuckets:
         """Return how many chunks a bucket holds."""
         if self.phase is Phase.VERIFY:
             return min(self._max_chunks, max(1, bucket // 2))
-        return min(self._max_chunks, MAX_CHUNKS, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK))
+        prompts = min(MAX_CHUNKS, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK))
+        if self.phase is Phase.MIXED:
+            return min(self._max_chunks, bucket, MAX_MIXED_DECODES + prompts)
+        return min(self._max_chunks, prompts)
 
     def choose(self, tokens: int, chunks: int) -> int | None:
         """Return the smallest bucket for this many tokens and chunks; None if no bucket holds them."""
@@ -167,9 +190,9 @@ class PackedOutput(NamedTuple):
 class PackedStep:
     """Runs packed rows on a model: captured over static buffers, or eager on new tensors.
 
-    In phase PREFILL a token may be sampled after the last token of each chunk, and `last_tokens` gets the greedy token
-    of those that end their prompt. In phase VERIFY one is sampled after every token. `logits` [rows, vocab] and
-    `next_tokens` [rows] are the outputs.
+    In phases PREFILL and MIXED a token may be sampled after the last token of each chunk, and `last_tokens` gets the
+    greedy token of decodes and of chunks that end their prompt. In phase VERIFY one is sampled after every token.
+    `logits` [rows, vocab] and `next_tokens` [rows] are the outputs.
     """
 
     def __init__(
@@ -265,6 +288,9 @@ class PackedStep:
     ) -> Tensor:
         (ends, starts, _, _, entries), per_token, tables = layout.split(packed, tokens)
         ids, positions, rows = per_token.t().contiguous()
+        if self.buckets.phase is Phase.MIXED:
+            newest = self._last_tokens.index_select(0, ids.neg().clamp_(min=0))
+            ids = torch.where(ids < 0, newest, ids)
         attention = self._attention.prefill(
             PrefillMetadata(
                 tables.transpose(0, 1), positions, rows, ends, starts, self._rows[: layout.num_chunks], spans

@@ -70,7 +70,7 @@ class ChunkInput:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
-    """Prompt chunks.
+    """Prompt chunks, after `num_decodes` decodes that run in the same packed step, as chunks of one token.
 
     - bucket: the padded number of tokens; None: the chunks run eager, without padding.
     - packed: the int64 input tensor of that size, see PackedLayout.
@@ -79,6 +79,7 @@ class PrefillInput:
     chunks: list[ChunkInput]
     bucket: int | None
     packed: np.ndarray
+    num_decodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
