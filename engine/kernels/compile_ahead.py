@@ -1,31 +1,39 @@
 """Compile Triton kernels in parallel, before the launches that need them.
 
 Triton compiles a kernel at its first launch, so kernels compile one after the other. `compile_ahead` runs the same host
-code without launching anything, records the specialisations that it would launch, and compiles them on all cores. The
-launches then find every kernel in Triton's cache.
+code without launching anything, records the specialisations that it would launch, and compiles them meanwhile on all
+cores, in the processes of compile_worker.py. The launches then find every kernel in Triton's cache.
 
-This file is all that depends on how Triton compiles. Imports triton: import this module only on CUDA.
+This file and compile_worker.py are all that depends on how Triton compiles. Imports triton: import this module only on
+CUDA.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
+import hashlib
 import inspect
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.compiler import make_backend
+from triton.runtime import cache
+
+from engine.kernels.compile_worker import CompileWorkers
 
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "engine.kernels."  # other packages may use the results of their kernels as indices: these are launched
+_MAX_WORKERS = 32  # of about 200 MB each; with more, the kernel that takes longest determines the time
 _patch_lock = threading.Lock()
 
 
@@ -34,13 +42,14 @@ class CompiledAhead(NamedTuple):
 
     - kernels: number of specialisations, compiled or read from Triton's cache on disk.
     - failed: how many of them did not compile.
-    - recording_seconds, compile_seconds: time of the run without launches, and of the compilation.
+    - recording_seconds: time of the run without launches, during which kernels compile already.
+    - remaining_seconds: time from then to the end of the last compilation.
     """
 
     kernels: int
     failed: int
     recording_seconds: float
-    compile_seconds: float
+    remaining_seconds: float
 
 
 def compile_ahead(
@@ -56,31 +65,39 @@ def compile_ahead(
     `run` is called once, in this thread, and launches none of them: the memory that they would write keeps its
     contents, so `run` must not use it as indices. Kernels that this process has compiled before are left out.
 
-    `workers` is the number of threads; by default the CPU cores that this process may use, divided by `num_ranks`.
-    Threads are enough: Triton's passes and LLVM release Python's global lock, and ptxas is a process. Each rank begins
-    with other kernels, and then finds most of those of the other ranks in the cache folder that they share.
+    `workers` is the largest number of compiling processes; by default the CPU cores that this process may use less one,
+    divided by `num_ranks`. None starts while Triton's cache on disk has every kernel. Each rank compiles its share of
+    the kernels first, and then finds most of the others in the cache folder, which the ranks share.
 
-    A kernel that fails to compile is logged; its first launch raises the error. If `run` raises, nothing is compiled.
+    A kernel that a process fails to compile is compiled in this one. If that fails too, it is logged, and the kernel's
+    first launch raises the error. If `run` raises, the compilations that have begun are finished.
     """
     if not _is_supported():
         logger.info("Triton %s can't compile ahead: each kernel is compiled at its first launch", triton.__version__)
         return None
     started = time.perf_counter()
-    tasks = _Tasks(device)
+    hash_triton().join()
+    tasks = _Tasks(device, workers or max(1, min(_MAX_WORKERS, (_num_cores() - 1) // num_ranks)), rank, num_ranks)
     mode = triton.AsyncCompileMode(tasks, ignore_errors=True)
     context = contextvars.Context()  # compilations within it are submitted to `tasks`; others run as usual
     context.run(mode.__enter__)
-    with _recorded_launches(context.run):
-        run()
-    recorded = time.perf_counter()
-    tasks.run(workers or max(1, _num_cores() // num_ranks), rank, num_ranks)
+    with tasks:
+        with _recorded_launches(context.run):
+            run()
+        recorded = time.perf_counter()
+        tasks.finish()
     context.run(mode.__exit__, None, None, None)  # puts the kernels into Triton's caches in memory
     errors = tasks.errors()
     result = CompiledAhead(len(tasks.tasks), len(errors), recorded - started, time.perf_counter() - recorded)
     logger.info(
-        "compiled %d kernels, or read them from Triton's cache, in %.1f s after %.1f s of recording",
-        result.kernels, result.compile_seconds, result.recording_seconds,
+        "compiled %d kernels, or read them from Triton's cache, in %.1f s, of which %.1f s after the recording",
+        result.kernels, result.recording_seconds + result.remaining_seconds, result.remaining_seconds,
     )  # fmt: skip
+    if tasks.process_errors:
+        logger.warning(
+            "%d kernels were compiled in this process, as the process meant for it failed; the first error: %s",
+            len(tasks.process_errors), tasks.process_errors[0],
+        )  # fmt: skip
     if errors:
         logger.error("%d of them failed to compile; the first error: %r", result.failed, errors[0])
     return result
@@ -90,7 +107,20 @@ def _is_supported() -> bool:
     """Return whether this Triton has the interfaces used here. Release 3.6 has them."""
     run = getattr(triton.JITFunction, "run", None)
     parameters = inspect.signature(run).parameters if run is not None else {}
-    return hasattr(triton, "AsyncCompileMode") and {"grid", "warmup"} <= parameters.keys()
+    has_interface = hasattr(triton, "AsyncCompileMode") and hasattr(cache, "triton_key")
+    return has_interface and {"grid", "warmup"} <= parameters.keys()
+
+
+@functools.cache
+def hash_triton() -> threading.Thread:
+    """Return the thread that computes Triton's hash of its own files, which is part of every key of its cache.
+
+    The hash takes about a second, mostly without Python's global lock: call this early, while other things load.
+    """
+    hash_files = getattr(cache, "triton_key", int)  # int: other versions have none
+    thread = threading.Thread(target=hash_files, daemon=True, name="hash-triton")
+    thread.start()
+    return thread
 
 
 def _num_cores() -> int:
@@ -154,35 +184,73 @@ class _Task(Future):
 
 
 class _Tasks:
-    """The executor of an AsyncCompileMode. Collects compilations until `run`.
+    """The executor of an AsyncCompileMode: a thread per compiling process. Use it in a `with` block, and `finish` it.
 
-    Running them at once would slow down the thread that records, which shares Python's global lock with them.
+    - tasks: all tasks, in the order of submission.
+    - process_errors: why kernels that compile were compiled in this process.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, workers: int, rank: int, num_ranks: int):
         self.tasks: list[_Task] = []
-        self._device = device
+        self.process_errors: list[Exception] = []
+        self._device, self._rank, self._num_ranks = device, rank, num_ranks
         self._loaded: set[Hashable] = set()
+        self._processes = CompileWorkers()
+        self._pool = ThreadPoolExecutor(workers, "compile-ahead", self._set_device)
+
+    def __enter__(self) -> _Tasks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._processes.close()
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:
-        """Add a task. AsyncCompileMode calls this once per kernel."""
-        self.tasks.append(_Task(lambda: self._loaded_once(compile_kernel())))
-        return self.tasks[-1]
+        """Add a task, and start it if it is in this rank's share. AsyncCompileMode calls this once per kernel."""
+        task = _Task(lambda: self._loaded_once(self._compile(compile_kernel)))
+        if self._turn(len(self.tasks)) == 0:
+            self._pool.submit(task.run)
+        self.tasks.append(task)
+        return task
 
-    def run(self, workers: int, rank: int, num_ranks: int) -> None:
-        """Run all tasks in this many threads, this rank's first."""
-        order = sorted(range(len(self.tasks)), key=lambda index: (index - rank) % num_ranks)
-        with ThreadPoolExecutor(workers, "compile-ahead", self._set_device) as pool:
-            for index in order:
-                pool.submit(self.tasks[index].run)
+    def finish(self) -> None:
+        """Run the tasks outside this rank's share, and wait for all."""
+        for index in sorted(range(len(self.tasks)), key=self._turn):
+            if self._turn(index) > 0:
+                self._pool.submit(self.tasks[index].run)
+        self._pool.shutdown()
 
     def errors(self) -> list[BaseException]:
         """Return the errors of the tasks that have run."""
         return [error for task in self.tasks if (error := task.exception()) is not None]
 
+    def _turn(self, index: int) -> int:
+        """Return when this rank compiles a kernel: 0 for its own share, then those of the next ranks."""
+        return (index - self._rank) % self._num_ranks
+
     def _set_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        """Return what `compile_kernel` does, which then reads a kernel that was compiled in another process."""
+        process_error = None
+        try:
+            self._compile_in_process(inspect.getclosurevars(compile_kernel).nonlocals)
+        except Exception as error:
+            process_error = error
+        kernel = compile_kernel()
+        if process_error is not None:
+            self.process_errors.append(process_error)
+        return kernel
+
+    def _compile_in_process(self, variables: Mapping[str, Any]) -> None:
+        """Put the kernel of a task of Triton's into its cache on disk. `variables` are those of the task's function."""
+        source, target, options = (variables[name] for name in ("src", "target", "options"))
+        key = cache.get_cache_key(source, make_backend(target), options, variables["env_vars"])
+        folder = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        if folder.get_group(f"{source.name[:150]}.json") is None:  # as triton.compile looks it up
+            self._processes.compile(source, target, options.__dict__)
 
     def _loaded_once(self, kernel: Any) -> Any:
         """Load the first kernel of each signature as its launch would, since Triton 3.6 builds a launcher in C then."""

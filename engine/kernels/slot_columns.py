@@ -6,9 +6,10 @@ implementation in engine/sampling.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # float64 columns. At most one of the two temperatures is above 0: both are 0 for a row that takes the argmax.
 FULL_TEMPERATURE, TRUNCATED_TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(8)

@@ -134,6 +134,9 @@ class WorkerStart:
             self.device = torch.device("cuda", plan.device.index + rank)
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)  # an unusable GPU fails here, before other ranks wait for this one
+            from engine.kernels.compile_ahead import hash_triton  # triton is installed only with CUDA
+
+            hash_triton()  # while the weights load
         else:
             self.device = plan.device
             if plan.threads is not None:

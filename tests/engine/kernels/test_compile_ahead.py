@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +23,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 from triton.backends.compiler import GPUTarget
 
+from engine.kernels import compile_worker
 from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.launch import has_hopper_kernels
 from engine.kernels.small_batch_gemm import rms_norm
 from engine.kernels.step_kernels import gate_kernel
+from engine.utils.processes.child import ChildProcess, running_children
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from Triton: Python's ast
 CPU = torch.device("cpu")
@@ -45,7 +52,7 @@ class Driver:
 
 @pytest.fixture
 def compilations(tmp_path, monkeypatch) -> Any:
-    """A list of (kernel, whether Triton's cache on disk had it) that grows with every compilation."""
+    """A list of (kernel, whether Triton's cache on disk had it) that grows with every compilation in this process."""
     found = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -57,6 +64,19 @@ def compilations(tmp_path, monkeypatch) -> Any:
     yield found
     if torch.cuda.is_available():  # else there is no other driver
         triton.runtime.driver.reset_active()
+
+
+@pytest.fixture
+def starts(monkeypatch) -> list[ChildProcess]:
+    """The compiling processes, in the order of their starts."""
+    started = []
+
+    def start(*args: Any) -> ChildProcess:
+        started.append(ChildProcess(*args))
+        return started[-1]
+
+    monkeypatch.setattr(compile_worker, "ChildProcess", start)
+    return started
 
 
 DEVICES = iter(range(1000, 2000))
@@ -72,7 +92,7 @@ def gate(block: int) -> None:
     gate_kernel[(2, 1)](product, out, W=64, BLOCK=block, PDL=False)
 
 
-def test_each_specialisation_compiles_once_and_nothing_is_launched(compilations):
+def test_each_specialisation_compiles_once_and_nothing_is_launched(compilations, starts):
     outputs = []
 
     def run() -> None:
@@ -80,18 +100,38 @@ def test_each_specialisation_compiles_once_and_nothing_is_launched(compilations)
 
     found = compile_ahead(run, CPU, workers=2)
     assert found is not None and (found.kernels, found.failed) == (2, 0)
-    assert compilations == [("norm_kernel", False)] * 2
+    assert compilations == [("norm_kernel", True)] * 2  # compiled in other processes under the same keys
+    assert 1 <= len(starts) <= 2 and running_children() == []
     assert all((out == 7).all() for out in outputs)
 
 
-def test_later_launches_find_the_kernels_in_memory_and_on_disk(compilations):
+def test_kernels_for_hopper_gpus_have_the_same_keys_in_both_processes(compilations, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    if not has_hopper_kernels(torch.device("cuda", 99), torch.bfloat16, 64, 16):
+        pytest.skip("needs Triton 3.6 or 3.7")
+    from engine.kernels import hopper_prefill  # other versions of Triton may not have what it imports
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper)
+    cache, table = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.int64)
+    q, out = torch.zeros(3, 8, 64, dtype=torch.bfloat16), torch.zeros(3, 512, dtype=torch.bfloat16)
+    tiles = torch.zeros(9, dtype=torch.int32)
+    compile_ahead(lambda: hopper_prefill.hopper_prefill(q, cache, cache, table, tiles, 0.1, out), CPU)
+    assert compilations == [("hopper_prefill_kernel", True)]
+
+
+class Hopper:
+    multi_processor_count = 132
+
+
+def test_later_launches_find_the_kernels_in_memory_and_on_disk(compilations, starts):
     compile_ahead(lambda: [norm(64), gate(64)], CPU)
     compilations.clear()
+    starts.clear()
     again = compile_ahead(lambda: [norm(64), gate(64)], CPU)
     assert again is not None and again.kernels == 0 and compilations == []
     triton.runtime.driver.set_active(Driver(next(DEVICES)))  # as in another process, with nothing in memory
     compile_ahead(lambda: [norm(64), gate(64)], CPU)
-    assert sorted(compilations) == [("gate_kernel", True), ("norm_kernel", True)]
+    assert sorted(compilations) == [("gate_kernel", True), ("norm_kernel", True)] and starts == []
 
 
 def test_the_recorded_kernel_is_the_one_that_a_launch_compiles(compilations):
@@ -129,10 +169,51 @@ def test_an_error_of_the_run_is_raised_and_launches_work_as_before(compilations)
 
     with pytest.raises(ValueError, match="no such weight"):
         compile_ahead(run, CPU)
-    assert triton.JITFunction.run is launch and compilations == []
+    assert triton.JITFunction.run is launch and running_children() == []
     with pytest.raises(AttributeError, match="launcher_cls"):  # compiled, and then the driver can't launch it
         norm(64)
-    assert compilations == [("norm_kernel", False)]
+
+
+def kill(child: ChildProcess) -> None:
+    child.kill()
+    child.wait()
+
+
+def refuse(child: ChildProcess) -> None:
+    kill(child)
+    raise OSError("no more processes")
+
+
+@pytest.mark.parametrize("end", [kill, refuse])
+def test_kernels_of_a_process_that_fails_compile_in_this_one(compilations, monkeypatch, caplog, end):
+    def start(*args: Any) -> ChildProcess:
+        child = ChildProcess(*args)
+        end(child)
+        return child
+
+    monkeypatch.setattr(compile_worker, "ChildProcess", start)
+    found = compile_ahead(lambda: [norm(64), gate(64)], CPU, workers=1)
+    assert found is not None and (found.kernels, found.failed) == (2, 0)
+    assert sorted(compilations) == [("gate_kernel", False), ("norm_kernel", False)]
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("2 kernels were compiled in this process")
+
+
+def test_what_can_not_be_pickled_compiles_in_this_process(compilations, monkeypatch, caplog):
+    def dump(pickler: Any, value: Any) -> None:
+        raise pickle.PicklingError("a constant without a name")
+
+    monkeypatch.setattr("engine.kernels.compile_worker._Pickler.dump", dump)
+    compile_ahead(lambda: norm(64), CPU)
+    assert compilations == [("norm_kernel", False)] and "a constant without a name" in caplog.text
+
+
+def test_compiling_processes_import_neither_torch_nor_cuda():
+    modules = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_kernels.py")]
+    code = "import importlib, sys, engine.kernels.compile_worker\n"
+    code += f"for name in {modules}:\n    importlib.import_module('engine.kernels.' + name)\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
 
 
 def test_launches_of_other_packages_and_other_threads_are_left_alone(monkeypatch):

@@ -18,12 +18,14 @@ SCRIPT = """
 import json, sys, threading
 import triton
 from engine import Engine, EngineConfig, SamplingParams
+from engine.utils.processes.child import running_children
 
 compiled = []
 
 def listen(*, src, cache_hit, **_):
-    if not cache_hit:
-        compiled.append((src.fn.__name__, threading.current_thread().name.startswith("compile-ahead")))
+    is_ahead = threading.current_thread().name.startswith("compile-ahead")
+    if is_ahead or not cache_hit:
+        compiled.append((src.fn.__name__, is_ahead, cache_hit))
 
 triton.knobs.compilation.listener = listen
 model, is_ahead, settings = sys.argv[1], sys.argv[2] == "ahead", json.loads(sys.argv[3])
@@ -34,6 +36,7 @@ params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=1, temperature=tem
           for temperature, top_p in ((0, 1), (0, 1), (1, 1), (1, 0.9), (0, 1))]
 with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_seqs=24, max_model_len=1024,
                          num_pages=400, max_num_batched_tokens=600, graph_manifest="none", **settings)) as engine:
+    assert running_children() == []
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
     fallbacks = sum(count for _, count in engine.stats().graphs["fallbacks"])
 print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks]))
@@ -41,7 +44,10 @@ print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks]
 
 
 def start(model: Path, cache: Path, mode: str, **settings: object) -> tuple[list, list, int]:
-    """Return (kernel, whether ahead) of what an engine compiles, its answers, and the number of steps without graph."""
+    """Return what an engine compiles, its answers, and the number of steps without a graph.
+
+    What it compiles: (kernel, whether ahead, whether another process had compiled it) each.
+    """
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(model), mode, json.dumps(settings)],
         cwd=ROOT,
@@ -60,7 +66,7 @@ def test_warm_up_compiles_nothing_after_compilation_ahead(tiny_model, tmp_path, 
     write_lively_model(tiny_model, model, seed=0)
     settings = {"warmup": "full", "kernels": kernels, "num_speculative_tokens": 2}
     compiled, answers, fallbacks = start(model, cache, "ahead", **settings)
-    assert len(compiled) > 15 and all(is_ahead for _, is_ahead in compiled), compiled
+    assert len(compiled) > 15 and all(is_ahead and is_other for _, is_ahead, is_other in compiled), compiled
     assert fallbacks == 0
     compiled_later, same_answers, _ = start(model, cache, "at launch", **settings)
     assert compiled_later == []  # the cache on disk has every kernel that a start without compilation ahead launches
@@ -72,5 +78,5 @@ def test_lazy_warm_up_compiles_only_sampling_ahead(tiny_model, tmp_path):
     model.mkdir()
     write_lively_model(tiny_model, model, seed=0)
     compiled, _, _ = start(model, tmp_path / "cache", "ahead", warmup="lazy")
-    ahead = {name for name, is_ahead in compiled if is_ahead}
+    ahead = {name for name, is_ahead, _ in compiled if is_ahead}
     assert "sample_kernel" in ahead and "decode_kernel" not in ahead
