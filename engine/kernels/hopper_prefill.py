@@ -29,6 +29,9 @@ STAGES = 2
 LIST_STEP = 16
 """Tiles that one program adds to the list."""
 
+MIN_CHUNKS = 16
+"""Chunks that the smallest specialisation of tile_list_kernel has room for: steps with fewer share it."""
+
 
 def pack_of(group: int) -> int:
     """Return how many heads of a group of `group` query heads share a tile."""
@@ -42,7 +45,7 @@ def tile_list(layout: VarlenLayout, tokens: int, group: int) -> Tensor:
     tiles = torch.empty(4 * max_tiles + 1, dtype=torch.int32, device=layout.ends.device)
     tile_list_kernel[(triton.cdiv(max_tiles, LIST_STEP),)](
         layout.ends, layout.starts, layout.slots, tiles, chunks, max_tiles,
-        TOKENS=tokens_each, CHUNKS_PAD=triton.next_power_of_2(chunks), STEP=LIST_STEP, num_warps=4,
+        TOKENS=tokens_each, CHUNKS_PAD=triton.next_power_of_2(max(chunks, MIN_CHUNKS)), STEP=LIST_STEP, num_warps=4,
     )  # fmt: skip
     return tiles
 

@@ -31,7 +31,7 @@ BLOCK = 128
 """Keys of one iteration."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "max_tiles"])  # else it compiles again for multiples of 16
 def tile_list_kernel(
     ends_ptr, starts_ptr, rows_ptr, tiles_ptr, chunks, max_tiles,
     TOKENS: tl.constexpr, CHUNKS_PAD: tl.constexpr, STEP: tl.constexpr,
@@ -302,7 +302,7 @@ def _attend(
         token, position, length = next_token, next_position, next_length
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_tiles", "table_row", "q_head"])  # its code would be the same
 def hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, table_ptr, tiles_ptr, max_tiles, table_row, q_head, scale,
     GROUPS: gl.constexpr, PER_HEAD: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,

@@ -73,6 +73,18 @@ def test_warm_up_compiles_nothing_after_compilation_ahead(tiny_model, tmp_path, 
     assert same_answers == answers
 
 
+def test_the_check_of_hopper_kernels_compiles_nothing_either(tmp_path):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": True, "max_position_embeddings": 4096,
+        "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 1024,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    compiled, _, _ = start(tmp_path, tmp_path / "cache", "ahead", load_format="dummy", warmup="full")
+    assert compiled and all(is_ahead and is_other for _, is_ahead, is_other in compiled), compiled
+
+
 def test_lazy_warm_up_compiles_only_sampling_ahead(tiny_model, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
