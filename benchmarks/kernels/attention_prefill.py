@@ -1,6 +1,9 @@
 """Prefill attention over a paged KV cache inside a CUDA graph: µs a call and TFLOP/s.
 
-    python -m benchmarks kernels.attention_prefill --json FILE [--sweep]
+    python -m benchmarks kernels.attention_prefill --json FILE [--sweep] [--rounds 5]
+
+Kernels take turns: `paged`, of every GPU; `hopper`, where the GPU and Triton support it; FlashInfer's `fa3`, where
+FlashInfer can be imported.
 
 Bf16, head size 128, pages of 16 tokens in random order. A shape is query heads, KV heads, and for each chunk how many
 tokens come before it and how many it has. Work above the diagonal is not counted. Each result is first compared with
@@ -9,8 +12,9 @@ attention in float64.
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +25,7 @@ from benchmarks.kernels.attention_decode import DIM, DTYPE, PAGE
 from benchmarks.timing import graph_us
 
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
+    from engine.kernels.launch import has_hopper_kernels
     from engine.kernels.paged_prefill import Tile, VarlenLayout, choose_tile, paged_prefill
 
 NEEDS = "1 GPU"
@@ -70,6 +75,36 @@ class Case:
     def run(self, tile: Tile | None = None) -> None:
         paged_prefill(self.q, self.k_cache, self.v_cache, self.table, self.packing, DIM**-0.5, self.out, tile)
 
+    def kernels(self) -> dict[str, Callable[[], object]]:
+        """Return the calls to compare, by name. Each writes `out`."""
+        found: dict[str, Callable[[], object]] = {"paged": self.run}
+        if has_hopper_kernels(self.q.device, DTYPE, DIM, PAGE):
+            from engine.kernels.hopper_prefill import hopper_prefill, tile_list
+
+            tiles = tile_list(self.packing, len(self.q), self.q.shape[2])
+            caches, scale = (self.k_cache, self.v_cache), DIM**-0.5
+            found["hopper"] = lambda: hopper_prefill(self.q, *caches, self.table, tiles, scale, self.out)
+        if find_spec("flashinfer"):
+            found["flashinfer"] = self._flashinfer()
+        return found
+
+    def _flashinfer(self) -> Callable[[], object]:
+        import flashinfer
+
+        space = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend="fa3")
+        ends = torch.tensor([start + length for start, length in self.chunks], device="cuda")
+        pages = -(-ends // PAGE)
+        first = lambda counts: torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()  # noqa: E731
+        lengths = torch.tensor([length for _, length in self.chunks], device="cuda")
+        rows = [self.table[row, :count] for row, count in enumerate(pages.tolist(), 1)]
+        wrapper.plan(
+            first(lengths), first(pages), torch.cat(rows).int(), ((ends - 1) % PAGE + 1).int(), self.heads,
+            self.kv_heads, DIM, PAGE, causal=True, q_data_type=DTYPE, kv_data_type=DTYPE,
+        )  # fmt: skip
+        q, out = self.q.flatten(1, 2).contiguous(), self.out.view(-1, self.heads, DIM)
+        return lambda: wrapper.run(q, (self.k_cache, self.v_cache), out=out)
+
     def error(self) -> float:
         """Relative error of the last chunk's last 64 tokens against float64."""
         start, length = self.chunks[-1]
@@ -84,19 +119,29 @@ class Case:
         return float((found - wanted).norm() / wanted.norm())
 
 
-def measured(case: Case, tile: Tile | None) -> dict[str, Any]:
-    """Microseconds a call, and the rate. Raises where the result is wrong."""
+def check(case: Case, name: str, call: Callable[[], object]) -> None:
+    """Raise if the result of a call is wrong."""
     case.out.fill_(float("nan"))
-    case.run(tile)
+    call()
     error = case.error()
     if not error < 2e-2:
-        raise RuntimeError(f"wrong attention: relative error {error} at {case.heads} heads, {case.chunks}, {tile}")
-    us = graph_us([lambda: case.run(tile)] * CALLS)
+        raise RuntimeError(f"wrong attention: relative error {error} of {name} at {case.heads} heads, {case.chunks}")
+
+
+def figures(case: Case, us: float) -> dict[str, Any]:
+    """Return microseconds a call, and the rate."""
     return {"us": round(us, 2), "tflops": round(case.flops / us / 1e6, 1)}
+
+
+def measured(case: Case, tile: Tile) -> dict[str, Any]:
+    """Time the kernel of every GPU with this tile."""
+    check(case, str(tile), lambda: case.run(tile))
+    return figures(case, graph_us([lambda: case.run(tile)] * CALLS))
 
 
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
+    parser.add_argument("--rounds", type=harness.count, default=3)
     parser.add_argument("--sweep", action="store_true", help="also time other tiles")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
@@ -109,8 +154,16 @@ def main(argv: Sequence[str]) -> int:
             "kv_heads": kv_heads,
             "chunks": f"{len(chunks)} x {chunks[0]}",
             "tile": choose_tile(len(case.q), heads, heads // kv_heads, DIM),
-            **measured(case, None),
         }
+        calls = case.kernels()
+        for name, call in calls.items():
+            check(case, name, call)
+        times = harness.alternate(
+            {name: lambda call=call: graph_us([call] * CALLS) for name, call in calls.items()}, args.rounds
+        )
+        for name, taken in times.items():
+            found = figures(case, statistics.median(taken))
+            row |= {f"{name}_us": found["us"], f"{name}_tflops": found["tflops"]}
         if args.sweep:
             row["sweep"] = []
             for tile in (Tile(*sizes) for sizes in SWEEP):
