@@ -13,7 +13,7 @@ from engine.protocol.outputs import OutputDelta
 UNREAD_BYTES = 2**20  # limit of unread output per request; beyond it the reader is too slow
 UNREAD_BYTES_PER_SEQUENCE = 2**16  # added per sequence, since the n sequences generate in parallel
 DELTA_BYTES = 300  # per token without log-probabilities, measured on CPython 3.11
-LOGPROB_BYTES = 100  # per alternative in a token's log-probabilities
+LOGPROB_BYTES = 100  # per alternative in a token's log-probabilities, once they are objects to be written as JSON
 
 
 class OutputQueue:
@@ -42,7 +42,7 @@ class OutputQueue:
         """Add a delta and wake the reader. Return False once the unread output exceeds the limit: abort the request."""
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
-            self._unread_bytes += LOGPROB_BYTES * sum(one.num_alternatives for one in delta.logprobs)
+            self._unread_bytes += LOGPROB_BYTES * delta.logprobs.num_alternatives
         if delta.hidden_state_parts and self._on_hidden_states is not None:
             self._on_hidden_states(delta.hidden_state_parts)
         self.put(delta)

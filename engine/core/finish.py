@@ -13,6 +13,7 @@ import numpy as np
 from engine.core.constraints import Constraints
 from engine.errors import EngineError, RequestError
 from engine.executor.interface import Executor
+from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request, RequestState
@@ -62,8 +63,9 @@ class StepFinisher:
         if self.constraints.has_grammars:
             following = None if masked_next is None else masked_next.masked_requests()
             complete = self._advance_grammars(sampled, tokens, following)
-        decodes, logprobs = len(batch.decodes), result.logprobs
-        for row, ((request, lease), token) in enumerate(zip(sampled, tokens, strict=True)):
+        decodes = len(batch.decodes)
+        logprobs = result.logprobs[: len(sampled)] or [b""] * len(sampled)
+        for row, ((request, lease), token, record) in enumerate(zip(sampled, tokens, logprobs, strict=True)):
             if request.lease != lease:
                 continue
             bucket = result.graph_bucket if row < decodes else None
@@ -78,7 +80,7 @@ class StepFinisher:
                 request_id=request.request_id,
                 token_ids=[token],
                 graph_bucket=bucket,
-                logprobs=[logprobs[row]] if row in logprobs else None,
+                logprobs=TokenLogprobs([record]) if record else None,
             )
             self._emit_tokens(request, event, grammar_ended=request.request_id in complete)
         for draft_row, accepted in zip(batch.verifies, verified, strict=True):
@@ -218,6 +220,6 @@ class StepFinisher:
             if request.first_scheduled_time is not None:
                 event.queue_time = max(0.0, request.first_scheduled_time - request.arrival_time)
             if request.params.prompt_logprobs is not None:
-                event.prompt_logprobs = [None, *request.prompt_scores]
+                event.prompt_logprobs = TokenLogprobs([b"", *request.prompt_scores])
                 request.prompt_scores = []
         self.events.append(event)

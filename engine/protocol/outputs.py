@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.protocol.request import FinishReason, TokenLogprob
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
+from engine.protocol.request import FinishReason
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,8 +23,8 @@ class OutputDelta:
     index: int = 0  # among the request's n sequences
     text_delta: str = ""
     token_ids: list[int] = field(default_factory=list)  # new tokens
-    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta only
+    logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids
+    prompt_logprobs: TokenLogprobs[TokenLogprob | None] | None = None  # with the first delta only
     hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # see CompletionOutput
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string
@@ -44,7 +45,7 @@ class OutputDelta:
         self.text_delta += later.text_delta
         self.token_ids += later.token_ids
         if later.logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs = TokenLogprobs() if self.logprobs is None else self.logprobs
             self.logprobs += later.logprobs
         self.hidden_state_parts += later.hidden_state_parts
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
@@ -59,7 +60,7 @@ class CompletionOutput:
     index: int  # among the request's n sequences
     text: str = ""  # the text of token_ids, without the stop string or stop token
     token_ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
-    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
+    logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
     hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # float32 [n, h], in order of the tokens
     finish_reason: FinishReason | None = None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
@@ -71,7 +72,7 @@ class CompletionOutput:
         self.text += delta.text_delta
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs = TokenLogprobs() if self.logprobs is None else self.logprobs
             self.logprobs += delta.logprobs
         self.hidden_state_parts += delta.hidden_state_parts
         if delta.finish_reason is not None:
@@ -94,7 +95,7 @@ class RequestOutput:
     request_id: str  # the caller's id, or a generated one
     prompt: str | None  # None: the prompt was given as token ids
     prompt_token_ids: list[int]  # the tokens of the prompt
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # parallel to prompt_token_ids; None for the first token
+    prompt_logprobs: TokenLogprobs[TokenLogprob | None] | None = None  # of prompt_token_ids; None for the first token
     outputs: list[CompletionOutput]  # n sequences
     cached_tokens: int = 0  # prompt tokens from the prefix cache, for the first sequence
     weight_version: str = ""  # version of the weights that produced the last token
@@ -131,7 +132,7 @@ class RequestOutput:
         return self.outputs[0].token_ids
 
     @property
-    def logprobs(self) -> list[TokenLogprob] | None:
+    def logprobs(self) -> TokenLogprobs[TokenLogprob] | None:
         return self.outputs[0].logprobs
 
     @property

@@ -1,7 +1,7 @@
 """Engine requests and token events, as picklable plain data.
 
 Defines EngineRequest (input), TokenEvent (output, one per request and step) and the split of a request into its n
-sequences. Re-exports SamplingParams.
+sequences. Re-exports SamplingParams and TokenLogprob.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from engine.errors import EngineError, RequestError
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
 from engine.protocol.sampling_params import MAX_TOKENS, SamplingParams, checked_token_ids
 
 __all__ = [
@@ -60,30 +61,14 @@ class EngineRequest:
             self.seed = resolve_seed(self.params)
 
 
-@dataclass(slots=True)
-class TokenLogprob:
-    """One token's logprob, its rank, and the logprobs of other tokens at its position."""
-
-    token_id: int  # the token
-    logprob: float  # its log-probability
-    rank: int  # 1: the most likely token
-    top: dict[int, float] = field(default_factory=dict)  # the k most likely token ids with their logprobs
-    named: dict[int, float] = field(default_factory=dict)  # those of logprob_token_ids; -inf: could not be sampled
-
-    @property
-    def num_alternatives(self) -> int:
-        """The number of log-probabilities beside the token's own."""
-        return len(self.top) + len(self.named)
-
-
 @dataclass(kw_only=True)
 class TokenEvent:
     """The output of one step for one request; the last event carries finish_reason."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)  # new this step
-    logprobs: list[TokenLogprob] | None = None  # parallel to token_ids
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
+    logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids
+    prompt_logprobs: TokenLogprobs[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
     hidden_states: np.ndarray | None = None  # float32 [n, h], of the tokens computed since the last event
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels import logprob_layout as layout
 from engine.kernels.sampling_constants import ONE
-from engine.protocol.request import TokenLogprob
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs, pack_records
 from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from engine.sampling.ops import ranked, weights_of
 from engine.utils.async_copy import Download, ids_to
@@ -29,7 +28,10 @@ _CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, 
 
 @dataclass(slots=True)
 class DeviceLogprobs:
-    """Log-probabilities being copied to the host: float64 [b, 3 + 2k + m], see `of`. `read` waits for the copy."""
+    """Log-probabilities being copied to the host: int64 [b, 3 + 2k + m]. `read` waits for the copy.
+
+    The first columns are those of engine/kernels/logprob_layout.py, followed by the log-probabilities of `named`.
+    """
 
     packed: Download
     top_counts: Sequence[int]
@@ -55,12 +57,13 @@ class DeviceLogprobs:
         log_total = (total.to(torch.float64) / ONE).log().unsqueeze(1)
         chosen_z = z.gather(1, token_ids.clamp(min=0).unsqueeze(1))
         rank = (z > chosen_z).sum(dim=1, keepdim=True) + 1
-        columns = [token_ids.unsqueeze(1).to(torch.float64), chosen_z - log_total, rank.to(torch.float64)]
+        columns = [token_ids.unsqueeze(1), (chosen_z - log_total).view(torch.int64), rank]
         k = min(max(top_counts, default=0), z.shape[1])
         if k:
             ids = ranked(z, k)
             dropped = torch.arange(k, device=z.device) >= kept.unsqueeze(1)
-            columns += [(z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf), ids.to(torch.float64)]
+            values = (z.gather(1, ids) - log_total).masked_fill(dropped, -math.inf)
+            columns.append(torch.stack((values.view(torch.int64), ids), dim=2).flatten(1))
         m = max(map(len, named), default=0)
         if m:
             wanted = ids_to(z.device, [[*ids, *[0] * (m - len(ids))] for ids in named])
@@ -69,24 +72,15 @@ class DeviceLogprobs:
                 last = ranked(z, z.shape[1]).gather(1, (kept - 1).clamp(min=0).unsqueeze(1))
                 least = z.gather(1, last)
                 values = values.masked_fill((values < least) | ((values == least) & (wanted > last)), -math.inf)
-            columns.append(values - log_total)
+            columns.append((values - log_total).view(torch.int64))
         return cls(Download(torch.cat(columns, dim=1)), top_counts, named)
 
-    def read(self) -> list[TokenLogprob | None]:
-        """Return one TokenLogprob per row, or None if no token could be chosen. Omit alternatives of probability 0."""
-        out: list[TokenLogprob | None] = []
-        packed = self.packed.read()
-        k = (packed.shape[1] - 3 - max(map(len, self.named), default=0)) // 2
-        wanted = zip(self.top_counts, self.named, strict=True)
-        for (top_count, ids), (token_id, logprob, rank, *rest) in zip(wanted, packed.tolist(), strict=True):
-            if token_id < 0:
-                out.append(None)
-                continue
-            pairs = zip(rest[:k], rest[k : 2 * k], strict=True)
-            top = {int(i): value for value, i in islice(pairs, top_count) if value > -math.inf}
-            named = dict(zip(ids, rest[2 * k :], strict=False))
-            out.append(TokenLogprob(int(token_id), logprob, int(rank), top, named))
-        return out
+    def read(self) -> TokenLogprobs[TokenLogprob | None]:
+        """Return one entry per row, None if no token could be chosen. Alternatives of probability 0 are left out."""
+        packed = self.packed.read().numpy()
+        end = packed.shape[1] - max(map(len, self.named), default=0)
+        named = packed[:, end:].view(np.float64)
+        return TokenLogprobs(pack_records(packed[:, :end], self.top_counts, named, self.named))
 
 
 @dataclass(slots=True)
@@ -112,39 +106,13 @@ class SlotLogprobs:
             columns = layout.NAMED + max(map(len, named))
         return cls(Download(scores[: columns * bucket].view(columns, bucket)), rows, top_counts, named)
 
-    def read(self) -> list[TokenLogprob | None]:
-        """Return one TokenLogprob per row, or None if no token could be chosen. Omit alternatives of probability 0."""
-        packed, rows = self.packed.read().numpy(), len(self.rows)
-        packed = packed[:, :rows] if self.rows[-1] + 1 == rows else packed[:, self.rows]
-        floats, k = packed.view(np.float64), max(self.top_counts)
-        # Integers and log-probabilities take turns in the layout: one conversion each, since Python calls are slow.
-        tokens, ranks, *ids = packed[: layout.TOP + 2 * k : 2].tolist()
-        logprobs, *values = floats[1 : layout.TOP + 2 * k : 2].tolist()
-        nothing: list[tuple] = [()] * rows
-        named = floats[layout.NAMED :].T.tolist() if any(self.named) else nothing
-        out: list[TokenLogprob | None] = []
-        for token, logprob, rank, count, top_ids, top_values, names, named_values in zip(
-            tokens,
-            logprobs,
-            ranks,
-            self.top_counts,
-            zip(*ids, strict=True) if k else nothing,
-            zip(*values, strict=True) if k else nothing,
-            self.named,
-            named,
-            strict=True,
-        ):
-            if token < 0:
-                out.append(None)
-                continue
-            if count == k and k and top_values[-1] > -math.inf:
-                top = dict(zip(top_ids, top_values, strict=True))
-            else:
-                pairs = islice(zip(top_ids, top_values, strict=True), count)
-                top = {token_id: value for token_id, value in pairs if value > -math.inf}
-            by_name = dict(zip(names, named_values, strict=False)) if names else {}
-            out.append(TokenLogprob(token, logprob, rank, top, by_name))
-        return out
+    def read(self) -> TokenLogprobs[TokenLogprob | None]:
+        """Return one entry per row, None if no token could be chosen. Alternatives of probability 0 are left out."""
+        packed, count = self.packed.read().numpy(), len(self.rows)
+        packed = (packed[:, :count] if self.rows[-1] + 1 == count else packed[:, self.rows]).T
+        end = layout.TOP + 2 * max(self.top_counts)
+        named = packed[:, layout.NAMED :].view(np.float64)
+        return TokenLogprobs(pack_records(packed[:, :end], self.top_counts, named, self.named))
 
 
 def raw_logprobs(

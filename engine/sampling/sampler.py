@@ -23,7 +23,8 @@ from torch import Tensor
 from engine.errors import RequestError
 from engine.kernels.logprob_layout import MAX_TOP
 from engine.kernels.slot_columns import NUM_FLOATS
-from engine.protocol.request import SamplingParams, TokenLogprob, mix64
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
+from engine.protocol.request import SamplingParams, mix64
 from engine.sampling.logprobs import SlotLogprobs, prompt_logprobs, raw_logprobs
 from engine.sampling.ops import CANDIDATES, HASH_CONSTANTS
 from engine.sampling.penalties import TokenCounts
@@ -84,16 +85,20 @@ class SampleResult:
     def __init__(self, token_ids: Tensor, pending: list[Pending]):
         self.token_ids = token_ids
         self._pending = pending
-        self._logprobs: list[TokenLogprob | None] | None = None
+        self._logprobs: TokenLogprobs[TokenLogprob | None] | None = None
 
     @property
-    def logprobs(self) -> list[TokenLogprob | None] | None:
+    def logprobs(self) -> TokenLogprobs[TokenLogprob | None] | None:
         if self._pending:
-            self._logprobs = [None] * len(self.token_ids)
+            records = [b""] * len(self.token_ids)
             for rows, values in self._pending:
-                for row, value in zip(rows, values.read(), strict=True):
-                    self._logprobs[row] = value
-            self._pending = []
+                found = values.read().records
+                if len(rows) == len(records):  # all, in order: in most steps
+                    records = found
+                    continue
+                for row, record in zip(rows, found, strict=True):
+                    records[row] = record
+            self._pending, self._logprobs = [], TokenLogprobs(records)
         return self._logprobs
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from engine.errors import EngineError
-from engine.protocol.request import EngineRequest, TokenLogprob
+from engine.protocol.request import EngineRequest
 
 
 class RequestState(enum.Enum):
@@ -84,7 +84,7 @@ class Request:
             and not params.is_constrained
             and not params.return_hidden_states
         )
-        self.prompt_scores: list[TokenLogprob | None] = []  # prompt logprobs of the chunks prefilled so far in this run
+        self.prompt_scores: list[bytes] = []  # records of the chunks prefilled so far in this run, with prompt_logprobs
         self.hidden_states: list[np.ndarray] = []  # float32 [n, h], of tokens computed since the last event
         self.num_hidden_states = 0  # leading tokens whose hidden states have arrived
         self.first_event_sent = False

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.protocol.request import TokenLogprob
 from engine.sampling.logprobs import DeviceLogprobs
 from engine.sampling.sampler import SampleResult
 from engine.utils.async_copy import Download
@@ -21,8 +20,8 @@ class StepResult:
 
     - tokens: the sampled token of each row of `Batch.sampled`, then of each token of `Batch.verifies`; -1 if its
       logits were not finite.
-    - logprobs: by row, for requests with logprobs.
-    - prompt_logprobs: by request id, for the prompt tokens scored in this step.
+    - logprobs: of the rows of `Batch.sampled`, as records of engine/protocol/logprobs.py; empty if none has any.
+    - prompt_logprobs: by request id, for the prompt tokens scored in this step, as records.
     - hidden_states: by request id, for those that want them: the first position, and float32 [n, h] of the tokens
       computed from there on.
     - graph_bucket: bucket of the graph that ran the decodes: in rows, or in tokens if prompt chunks ran in the same
@@ -30,8 +29,8 @@ class StepResult:
     """
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
+    logprobs: list[bytes] = field(default_factory=list)
+    prompt_logprobs: dict[str, list[bytes]] = field(default_factory=dict)
     hidden_states: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
     graph_bucket: int | None = None
 
@@ -78,11 +77,12 @@ class AsyncStepOutput:
             self._tokens += tokens
         result = StepResult(self._tokens, graph_bucket=self.graph_bucket)
         for start, sampled in self.samples:  # after the tokens, because logprobs arrive later
-            for row, logprob in enumerate(sampled.logprobs or ()):
-                if logprob is not None:
-                    result.logprobs[start + row] = logprob
+            if sampled.logprobs is not None:
+                result.logprobs = result.logprobs or [b""] * len(self._tokens)
+                result.logprobs[start : start + len(sampled.logprobs)] = sampled.logprobs.records
         result.prompt_logprobs = {
-            name: [entry for part in parts for entry in part.read()] for name, parts in self.prompt_scores.items()
+            name: [record for part in parts for record in part.read().records]
+            for name, parts in self.prompt_scores.items()
         }
         for download, owners in self.hidden_states:
             rows = download.read().float().numpy()

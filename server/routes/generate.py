@@ -109,11 +109,12 @@ def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: Completi
     }
     if body.return_logprob:
         spelled = tokens if body.return_text_in_logprobs else None
-        meta["output_token_logprobs"] = [_triple(spelled, one) for one in choice.logprobs or ()]
+        found = list(choice.logprobs or ())
+        meta["output_token_logprobs"] = [_triple(spelled, one) for one in found]
         if body.top_logprobs_num:
-            meta["output_top_logprobs"] = [_top(spelled, one) for one in choice.logprobs or ()]
+            meta["output_top_logprobs"] = [_top(spelled, one) for one in found]
         if job.params.logprob_token_ids:
-            meta["output_token_ids_logprobs"] = [_named(spelled, one) for one in choice.logprobs or ()]
+            meta["output_token_ids_logprobs"] = [_named(spelled, one) for one in found]
         if job.output.prompt_logprobs is not None:
             both = zip(job.output.prompt_token_ids, job.output.prompt_logprobs, strict=True)
             asked = list(both)[max(0, body.logprob_start_len or 0) :]

@@ -128,7 +128,7 @@ def last_hidden_state(choice: CompletionOutput) -> list[float | None]:
 
 def mean_logprob(choice: CompletionOutput) -> float:
     """Return the mean logprob of a choice's tokens, by which best_of chooses."""
-    found = choice.logprobs or []
+    found = choice.logprobs
     return sum(one.logprob for one in found) / len(found) if found else float("-inf")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from engine.client.output_queue import LOGPROB_BYTES
+from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.outputs import OutputDelta
-from engine.protocol.request import TokenLogprob
 from server.http.errors import WireError
 
 TOKEN_BYTES = 300  # of one token's log-probabilities without alternatives
@@ -71,6 +71,6 @@ class OutputBudget:
         share.abort()
 
 
-def size_of(logprobs: Iterable[TokenLogprob | None] | None) -> int:
-    """Return an estimate of the bytes of log-probabilities in memory."""
-    return sum(TOKEN_BYTES + LOGPROB_BYTES * one.num_alternatives for one in logprobs or () if one is not None)
+def size_of(logprobs: TokenLogprobs | None) -> int:
+    """Return an estimate of the bytes of log-probabilities while they are written as JSON."""
+    return 0 if logprobs is None else TOKEN_BYTES * len(logprobs) + LOGPROB_BYTES * logprobs.num_alternatives
