@@ -25,6 +25,7 @@ from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport, Run, ThreadTransport, Transport, run_loop
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, ReaderTooSlow, RequestError
+from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import (
     CLIENT_ID_SPAN,
     Abort,
@@ -418,10 +419,11 @@ class EngineClient:
         """Deliver many plain events; the hot path of a busy server."""
         parents, process_one = self._parents, self._processor.one
         version, bucket = columns.weight_version, columns.graph_bucket
-        for child_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
+        logprobs = columns.logprobs or [b""] * len(columns.token_ids)
+        for child_id, token_id, record in zip(columns.request_ids, columns.token_ids, logprobs, strict=True):
             parent = parents.get(child_id)
             if parent is not None:
-                delta = process_one(child_id, token_id, version, bucket)
+                delta = process_one(child_id, token_id, version, bucket, TokenLogprobs([record]) if record else None)
                 if delta is not None:
                     self._queue_delta(parent, delta)
 

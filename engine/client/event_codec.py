@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
+from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import (
     Abort,
     AddressedReports,
@@ -27,6 +28,7 @@ from engine.protocol.request import TokenEvent
 def encode_events(events: Iterable[TokenEvent]) -> Events:
     """Encode the events of a step, with plain ones as columns. The order within each sequence is kept."""
     columns: list[Tokens] = []
+    open_columns: dict[bool, Tokens] = {}  # by whether they have log-probabilities; those of a request all do or don't
     rest: list[TokenEvent] = []
     deferred: set[str] = set()  # requests with an event in `rest`; their later events go there too, to keep the order
     for event in events:
@@ -34,20 +36,24 @@ def encode_events(events: Iterable[TokenEvent]) -> Events:
             rest.append(event)
             deferred.add(event.request_id)
             continue
-        last = columns[-1] if columns else None
+        has_logprobs = event.logprobs is not None
+        last = open_columns.get(has_logprobs)
         if last is None or last.graph_bucket != event.graph_bucket or last.weight_version != event.weight_version:
-            last = Tokens([], [], event.weight_version, event.graph_bucket)
+            last = open_columns[has_logprobs] = Tokens([], [], event.weight_version, event.graph_bucket)
             columns.append(last)
         last.request_ids.append(event.request_id)
         last.token_ids.append(event.token_ids[0])
+        if event.logprobs is not None:
+            last.logprobs.extend(event.logprobs.records)
     return Events(rest, columns)
 
 
 def is_plain(event: TokenEvent) -> bool:
-    """Return whether the event holds one token with its weight version and bucket, and nothing else."""
+    """Return whether the event holds one token with weight version, bucket and log-probabilities, and nothing else."""
     return (
         len(event.token_ids) == 1 and event.finish_reason is None and event.queue_time is None
-        and event.logprobs is None and event.prompt_logprobs is None and not event.cached_tokens
+        and (event.logprobs is None or isinstance(event.logprobs, TokenLogprobs))
+        and event.prompt_logprobs is None and not event.cached_tokens
         and event.hidden_states is None
         and event.stop_reason is None and event.error is None and event.refusal is None
         and not event.grammar_ended
@@ -88,7 +94,8 @@ def _by_client(report: Events) -> dict[int, Events]:
     parts: dict[int, Events] = {}
     for columns in report.tokens:
         columns_by_client: dict[int, Tokens] = {}
-        for request_id, token_id in zip(columns.request_ids, columns.token_ids, strict=True):
+        logprobs = columns.logprobs or [b""] * len(columns.token_ids)
+        for request_id, token_id, record in zip(columns.request_ids, columns.token_ids, logprobs, strict=True):
             client = client_of(request_id)
             own = columns_by_client.get(client)
             if own is None:
@@ -96,6 +103,8 @@ def _by_client(report: Events) -> dict[int, Events]:
                 parts.setdefault(client, Events([])).tokens.append(own)
             own.request_ids.append(request_id)
             own.token_ids.append(token_id)
+            if record:
+                own.logprobs.append(record)
     for event in report.events:
         parts.setdefault(client_of(event.request_id), Events([])).events.append(event)
     return parts

@@ -116,12 +116,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One new token for each of several sequences, in columns: a compact form of events that carry nothing else."""
+    """One new token for each of several sequences, in columns: a compact form of events that carry nothing else.
+
+    `logprobs` are the records of their log-probabilities (engine/protocol/logprobs.py), or empty.
+    """
 
     request_ids: list[str]
     token_ids: list[int]  # parallel to request_ids
     weight_version: str
     graph_bucket: int | None
+    logprobs: list[bytes] = field(default_factory=list)  # parallel to request_ids
 
 
 @dataclass(frozen=True)

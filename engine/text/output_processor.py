@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import RequestError
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import SamplingParams, TokenEvent
 from engine.text.detokenizer import AnyDetokenizer, Decoder, Detokenizers, StopStrings
@@ -69,15 +70,26 @@ class OutputProcessor:
         """Drop a sequence; its later events are ignored. Returns whether it was registered."""
         return self._sequences.pop(child_id, None) is not None
 
-    def one(self, child_id: str, token_id: int, weight_version: str, graph_bucket: int | None) -> OutputDelta | None:
-        """Fast path of `process` for the most frequent event: one token and nothing else."""
+    def one(
+        self,
+        child_id: str,
+        token_id: int,
+        weight_version: str,
+        graph_bucket: int | None,
+        logprobs: TokenLogprobs[TokenLogprob] | None = None,
+    ) -> OutputDelta | None:
+        """Fast path of `process` for the most frequent event: one token, and nothing else but log-probabilities."""
         sequence = self._sequences.get(child_id)
         if sequence is None:
             return None
         if sequence.stops is not None:
             return self.process(
                 TokenEvent(
-                    request_id=child_id, token_ids=[token_id], weight_version=weight_version, graph_bucket=graph_bucket
+                    request_id=child_id,
+                    token_ids=[token_id],
+                    logprobs=logprobs,
+                    weight_version=weight_version,
+                    graph_bucket=graph_bucket,
                 )
             )
         detokenizer = sequence.detokenizer
@@ -87,6 +99,7 @@ class OutputProcessor:
             index=sequence.index,
             text_delta="" if detokenizer is None else detokenizer.add_one(token_id),
             token_ids=[token_id],
+            logprobs=logprobs,
             weight_version=weight_version,
             graph_bucket=graph_bucket,
         )
@@ -111,7 +124,7 @@ class OutputProcessor:
             index=sequence.index,
             text_delta=text,
             token_ids=event.token_ids[:count],
-            logprobs=event.logprobs[:count] if event.logprobs is not None else None,
+            logprobs=event.logprobs if event.logprobs is None or stop is None else event.logprobs[:count],
             prompt_logprobs=event.prompt_logprobs,
             hidden_state_parts=[] if event.hidden_states is None else [event.hidden_states],
             finish_reason=finish_reason,

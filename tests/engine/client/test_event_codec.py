@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.client.event_codec import ReportSplitter, encode_events, is_plain
 from engine.errors import EngineError
+from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import (
     CLIENT_ID_SPAN,
     Abort,
@@ -72,6 +73,29 @@ def test_plain_events_of_a_step_share_one_pair_of_columns():
     assert report.events == [] and len(report.tokens) == 1
     assert report.tokens[0] == Tokens([f"0.{n}" for n in range(64)], list(range(100, 164)), "v", 8)
     assert len(pickle.dumps(report)) < 64 * 12
+
+
+def scored(name: str, token: int) -> TokenEvent:
+    event = plain(name, token)
+    event.logprobs = TokenLogprobs()
+    event.logprobs.append(TokenLogprob(token, -0.5, 1, {token + k: -k - 0.5 for k in range(5)}))
+    return event
+
+
+def test_events_with_log_probabilities_are_columns_too():
+    events = [(scored if number % 2 else plain)(f"{number % 3}.{number}", number) for number in range(64)]
+    report = encode_events(events)
+    assert report.events == [] and len(report.tokens) == 2
+    assert len(pickle.dumps(report)) < 32 * (12 + 120)
+    parts = unpickled(ReportSplitter().outgoing(report))
+    found = {}
+    for client, part in parts.items():
+        for columns in part.tokens:
+            records = columns.logprobs or [None] * len(columns.token_ids)
+            for name, token, record in zip(columns.request_ids, columns.token_ids, records, strict=True):
+                assert client == int(name.partition(".")[0])
+                found[name] = (token, None if record is None else TokenLogprobs([record]))
+    assert found == {event.request_id: (event.token_ids[0], event.logprobs) for event in events}
 
 
 def test_events_with_any_other_field_are_not_plain():
