@@ -49,11 +49,14 @@ def test_a_server_survives_every_attack_over_http(campaign: Campaign) -> None:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_holds_the_event_loop(server: RunningServer, name: str) -> None:
-    """Measured in CPU time, so that it does not depend on what else the machine runs."""
+    """Measured in CPU time, which depends little on what else the machine runs; the shortest of three if it is long."""
     for path, content in BODIES[name]():
-        with LongestTurn(server) as longest:
-            refused = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
-        assert refused.status_code < 500 and longest.seconds < MAX_TURN_SECONDS, (path, content[:100])
+        turns: list[float] = []
+        while len(turns) < 3 and not any(seconds < MAX_TURN_SECONDS for seconds in turns):
+            with LongestTurn(server) as longest:
+                refused = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+            turns.append(longest.seconds)
+        assert refused.status_code < 500 and min(turns) < MAX_TURN_SECONDS, (path, content[:100])
 
 
 def test_a_pipe_that_nobody_reads_stops_no_request(campaign: Campaign) -> None:
