@@ -80,6 +80,11 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     support: ClassVar[Support]
 
+    @property
+    def has_fast_short_chunks(self) -> bool:
+        """Whether `prefill` computes chunks of one token about as fast as `decode`, so that decodes can join it."""
+        ...
+
     def __init__(self, kv: KVCache, max_rows: int) -> None:
         """Attend over `kv`, in decode steps of up to `max_rows` rows."""
 

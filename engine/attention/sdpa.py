@@ -119,6 +119,10 @@ class SdpaBackend:
     def decode(self, metadata: DecodeMetadata) -> Attention:
         return SdpaDecode(self._kv, metadata)
 
+    @property
+    def has_fast_short_chunks(self) -> bool:
+        return False
+
     def verify(self, group: int) -> None:
         pass  # these are PyTorch's
 

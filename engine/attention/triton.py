@@ -45,6 +45,10 @@ class TritonBackend:
         self._scratch: DecodeScratch | None = None
         self.hopper = _hopper_kernels(kv)
 
+    @property
+    def has_fast_short_chunks(self) -> bool:
+        return self.hopper is not None
+
     def verify(self, group: int) -> None:
         if self.hopper is None:
             return

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, packed: one bytes object per token until somebody reads it.
+"""Log-probabilities of tokens, packed: one bytes object per token until it is read.
 
 A token's log-probabilities as objects (TokenLogprob) take microseconds to build and pickle. While an answer is
 generated, tens of thousands of them would also make each full garbage collection slow.

@@ -191,8 +191,8 @@ class ModelRunner:
 
     def _can_mix(self) -> bool:
         """Return whether decodes may run in one graph with prompt chunks."""
-        is_fast = getattr(self.attention, "hopper", None) is not None
-        return is_fast and self.states is None and not self.config.num_speculative_tokens
+        has_drafts = self.config.num_speculative_tokens > 0
+        return self.attention.has_fast_short_chunks and self.states is None and not has_drafts
 
     @property
     def max_verify_tokens(self) -> int:
@@ -222,6 +222,8 @@ class ModelRunner:
             if self.states is not None:
                 self.states.zero(ids_to(self.device, [0]))
             self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
+        if not self._can_mix():  # the kernels for it gave wrong results here
+            self.max_mixed_decodes = 0
         self.sampling_step.warm_up()
 
     def _run_without_launches(self) -> None:
