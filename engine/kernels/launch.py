@@ -7,7 +7,6 @@ reads or writes memory that an earlier kernel may write or read.
 from __future__ import annotations
 
 import functools
-from importlib.metadata import version as version_of
 
 import torch
 
@@ -29,7 +28,9 @@ def has_hopper_kernels(device: torch.device, dtype: torch.dtype, dim: int, page_
 
     Its kernels use WGMMA instructions, through an interface of Triton that changes between versions.
     """
-    version = tuple(int(part) for part in version_of("triton").split(".")[:2])
+    import triton  # installed only with CUDA, by distributions of several names
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return (
         _capability(device) == (9, 0)
         and version in ((3, 6), (3, 7))
