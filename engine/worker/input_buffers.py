@@ -116,9 +116,8 @@ class DecodeInputs:
 
         Their next decodes take token and position from the host.
         """
-        self._apply_advances()
+        self.forget_rows()
         self._token_positions[slots] = -1
-        self._leases = []
 
     def reset(self) -> None:
         """Forget everything: the state on the device was zeroed.
@@ -157,12 +156,9 @@ class DecodeInputs:
         """Record that the step of the last `changes` is enqueued; it advances its rows by one position."""
         self._unapplied_steps += 1
 
-    def set_decoded_elsewhere(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Record that another phase computed decodes and wrote the slots' next tokens, at `positions`.
-
-        It wrote them to `last_tokens` and did not advance the rows of the decode state: `changes` compares all rows.
-        """
-        self.set_sampled_positions(slots, positions)
+    def forget_rows(self) -> None:
+        """Forget the current rows, which another phase advances: the next `changes` compares them all."""
+        self._apply_advances()
         self._leases = []
 
     def set_sampled_positions(self, slots: Sequence[int], positions: Sequence[int]) -> None:

@@ -323,12 +323,18 @@ class ModelRunner:
         return {"context": next(width for width in self.contexts if width >= longest)}
 
     def _prepare_prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillInput:
-        bucket, packed = self._pack(self.prefill_buckets, [prefill_row(chunk) for chunk in chunks])
+        rows = [prefill_row(chunk) for chunk in chunks]
+        return self._prepare_packed(self.prefill_buckets, rows, [chunk_input(chunk) for chunk in chunks])
+
+    def _prepare_packed(
+        self, buckets: PackedBuckets, rows: list[PackedRow], chunks: list[ChunkInput], num_decodes: int = 0
+    ) -> PrefillInput:
+        bucket, packed = self._pack(buckets, rows)
         ended = [chunk for chunk in chunks if chunk.is_last]
         self.inputs.set_sampled_positions(
-            [chunk.request.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
+            [chunk.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
         )
-        return PrefillInput([chunk_input(chunk) for chunk in chunks], bucket, packed)
+        return PrefillInput(chunks, bucket, packed, num_decodes)
 
     def _prepare_mixed(self, batch: Batch) -> PrefillInput | None:
         """Return decodes and prompt chunks as one packed step, which reads the weights once; None if they run apart.
@@ -343,12 +349,7 @@ class ModelRunner:
             return None
         pairs = list(zip(batch.decodes, batch.positions, strict=True))
         rows = [decode_row(request, position) for request, position in pairs]
-        bucket, packed = self._pack(self.mixed_buckets, rows + [prefill_row(chunk) for chunk in chunks])
-        ended = [chunk for chunk in chunks if chunk.is_last]
-        self.inputs.set_decoded_elsewhere(
-            [request.slot for request, _ in pairs] + [chunk.request.slot for chunk in ended],
-            [position + 1 for _, position in pairs] + [chunk.start + chunk.length for chunk in ended],
-        )
+        rows += [prefill_row(chunk) for chunk in chunks]
         decodes = [
             ChunkInput(
                 request.slot, position, 1, True, None,
@@ -356,7 +357,9 @@ class ModelRunner:
             )
             for request, position in pairs
         ]  # fmt: skip
-        return PrefillInput(decodes + [chunk_input(chunk) for chunk in chunks], bucket, packed, num_decodes)
+        self.inputs.forget_rows()
+        inputs = decodes + [chunk_input(chunk) for chunk in chunks]
+        return self._prepare_packed(self.mixed_buckets, rows, inputs, num_decodes)
 
     def _prepare_verify(self, rows: Sequence[VerifyRow]) -> VerifyInput:
         assert self.verify_buckets is not None
