@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.protocol.request import SamplingParams
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, SampleResult
 from engine.worker.sampling_graphs import LOGPROBS_SITE, SITE, SamplingStep, sampling_buckets
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
@@ -413,10 +413,8 @@ def test_gpu_log_probabilities_of_the_graph_equal_those_of_torch(vocab_size):
     assert replays == {SITE, LOGPROBS_SITE} and not rig.fallbacks()
 
 
-@pytest.mark.gpu
-def test_gpu_greedy_batch_with_log_probabilities_replays_one_graph_and_copies_nothing_from_the_host():
-    rig = Rig(32000, "cuda", torch.bfloat16)
-    rig.set_slots([SCORED[0]] * SLOTS)
+def profile_second_step(rig: Rig) -> tuple[SampleResult, list[str]]:
+    """Return the result of a batch's second step, read within the profile, and the names of its events on the GPU."""
     slots = list(range(SLOTS))
     rig.run(random_logits(8, 32000).cuda(), slots, [5] * 8)
     rows = torch.stack([torch.arange(1, 9), torch.full((8,), 6)]).cuda()
@@ -424,9 +422,18 @@ def test_gpu_greedy_batch_with_log_probabilities_replays_one_graph_and_copies_no
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
         with torch.inference_mode():
             rig.step.load(rows)
-            assert len(rig.step.run(slots, [6] * 8).logprobs) == SLOTS
+            result = rig.step.run(slots, [6] * 8)
+            _ = result.logprobs
         torch.cuda.synchronize()
-    names = [event.name for event in trace.events()]
+    return result, [event.name for event in trace.events()]
+
+
+@pytest.mark.gpu
+def test_gpu_greedy_batch_with_log_probabilities_replays_one_graph_and_copies_nothing_from_the_host():
+    rig = Rig(32000, "cuda", torch.bfloat16)
+    rig.set_slots([SCORED[0]] * SLOTS)
+    result, names = profile_second_step(rig)
+    assert len(result.logprobs) == SLOTS
     assert any("scored_row_kernel" in name for name in names)
     assert not [name for name in names if "HtoD" in name]
     assert sum("DtoH" in name for name in names) == 1
@@ -437,15 +444,6 @@ def test_gpu_greedy_batch_with_log_probabilities_replays_one_graph_and_copies_no
 def test_gpu_steady_step_copies_nothing_from_the_host():
     rig = Rig(32000, "cuda", torch.bfloat16)
     rig.set_slots(VARIED)
-    slots = list(range(SLOTS))
-    rig.run(random_logits(8, 32000).cuda(), slots, [5] * 8)
-    rows = torch.stack([torch.arange(1, 9), torch.full((8,), 6)]).cuda()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
-        with torch.inference_mode():
-            rig.step.load(rows)
-            rig.step.run(slots, [6] * 8)
-        torch.cuda.synchronize()
-    names = [event.name for event in trace.events()]
+    _, names = profile_second_step(rig)
     assert any("sample_kernel" in name for name in names)
     assert not [name for name in names if "HtoD" in name]
