@@ -74,12 +74,13 @@ def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
     return run
 
 
-def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
+def sglang_engine(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Any:
+    """Start SGLang with the settings of `args`."""
     os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     import sglang
 
     found["version"] = sglang.__version__
-    engine = sglang.Engine(
+    return sglang.Engine(
         **{
             "model_path": folder,
             "load_format": "dummy",
@@ -94,6 +95,10 @@ def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
         }
         | args.settings
     )
+
+
+def sglang(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
+    engine = sglang_engine(folder, args, found)
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
         params = [{"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True} for length in lengths]
@@ -195,29 +200,21 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def child(name: str, args: argparse.Namespace, paths: dict[str, str]) -> dict[str, Any]:
-    """One engine's run in a process of its own."""
+def child(
+    module: str, name: str, options: dict[str, Any], settings: dict[str, Any], paths: dict[str, str]
+) -> dict[str, Any]:
+    """One engine's run of a benchmark module in a process of its own, with the folders of `paths` to import from."""
     environment = dict(os.environ)
     if name in paths:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), paths[name])))
-    options = {
-        "one": name,
-        "shape": args.shape,
-        "phases": ",".join(args.phases),
-        "batches": ",".join(map(str, args.batches)),
-        "repeats": args.repeats,
-        "requests": args.requests,
-        "context": args.context,
-        "long-prompt": args.long_prompt,
-        "settings": json.dumps(args.settings.get(name, {})),
-    }
+    options = options | {"one": name, "settings": json.dumps(settings.get(name, {}))}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        command = [sys.executable, "-m", __spec__.name, f"--json={file.name}"]
+        command = [sys.executable, "-m", module, f"--json={file.name}"]
         command += [f"--{option}={value}" for option, value in options.items()]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         text = Path(file.name).read_text()
     if not text:
-        return {"engine": name, "shape": args.shape, "error": done.stdout.strip()[-1500:]}
+        return {"engine": name, "shape": options["shape"], "error": done.stdout.strip()[-1500:]}
     return json.loads(text)
 
 
@@ -261,10 +258,20 @@ def main(argv: Sequence[str]) -> int:
         args.json.write_text(json.dumps(measure(args.one, args)))
         os._exit(0)  # a peer's worker processes may outlive its engine otherwise
     report = harness.Report(__spec__.name, args, argv)
-    paths = dict(args.path)
-    harness.alternate(
-        {name: lambda name=name: report.add(child(name, args, paths)) for name in args.engines}, args.rounds
-    )
+    options = {
+        "shape": args.shape,
+        "phases": ",".join(args.phases),
+        "batches": ",".join(map(str, args.batches)),
+        "repeats": args.repeats,
+        "requests": args.requests,
+        "context": args.context,
+        "long-prompt": args.long_prompt,
+    }
+
+    def run(name: str) -> None:
+        report.add(child(__spec__.name, name, options, args.settings, dict(args.path)))
+
+    harness.alternate({name: lambda name=name: run(name) for name in args.engines}, args.rounds)
     report.finish()
     return 1 if any("error" in row for row in report.rows) else 0
 
