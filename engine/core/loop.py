@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.core.constraints import Constraints
 from engine.core.finish import StepFinisher
 from engine.core.operations import Operations
+from engine.core.step_timer import StepTimer
 from engine.errors import EngineDead, EngineError, RequestError
 from engine.executor.interface import Executor
 from engine.protocol.messages import (
@@ -57,6 +58,14 @@ MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
 MAX_CONSECUTIVE_FAILURES = 3
 COMPILE_SECONDS = 0.01  # to wait for a grammar before commands are received again, if there is nothing else to do
+
+
+class StepInFlight(NamedTuple):
+    """An enqueued step whose results were not read. `enqueued`: when, by the clock of the StepTimer."""
+
+    batch: Batch
+    output: AsyncStepOutput
+    enqueued: float
 
 
 class EngineLoop:
@@ -100,7 +109,8 @@ class EngineLoop:
         )
         self.finisher = StepFinisher(self.scheduler, executor, self.constraints)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
-        self._in_flight: deque[tuple[Batch, AsyncStepOutput]] = deque()  # enqueued, not yet read; oldest first
+        self._in_flight: deque[StepInFlight] = deque()  # oldest first
+        self.timer = StepTimer()
         self._unmasked: Batch | None = None  # the newest step in flight, if it waits for its masks to be sampled
         self._steps = self._failures = 0
         self._last_error = ""
@@ -203,10 +213,11 @@ class EngineLoop:
         if self.constraints.num_compiling:
             self._schedule_compiled()
         masks = self._fill_masks()
+        started = self.timer.now()
         batch = self.scheduler.schedule()
         self.constraints.mark(batch)
         if masks is None or self._send(masks):
-            failure = self._execute(batch)
+            failure = self._execute(batch, started)
             self.drain(self._max_unread_steps if batch and failure is None else 0)
             if failure is not None:
                 self._fail_batch(batch, failure)
@@ -215,15 +226,16 @@ class EngineLoop:
         events, self.finisher.events = self.finisher.events, []
         return events
 
-    def _execute(self, batch: Batch) -> Exception | None:
-        """Enqueue a batch. If that raises, wait for the earlier steps and return the exception."""
+    def _execute(self, batch: Batch, started: float) -> Exception | None:
+        """Enqueue a batch, scheduled from `started` on. If that raises, wait for the earlier steps and return that."""
         try:
             for request in batch.admitted:
                 request.forget_partial_results()
             if batch:
                 output = self.executor.submit(batch)
                 self.scheduler.dispatch(batch)
-                self._in_flight.append((batch, output))
+                self._in_flight.append(StepInFlight(batch, output, self.timer.now()))
+                self.timer.enqueued(started)
                 self._unmasked = batch if batch.constrained else None
         except EngineDead:
             raise
@@ -272,7 +284,7 @@ class EngineLoop:
 
     def _drop_unmasked(self) -> None:
         """Drop the step that waits for masks, and compute its requests again."""
-        self._in_flight = deque(step for step in self._in_flight if step[0] is not self._unmasked)
+        self._in_flight = deque(step for step in self._in_flight if step.batch is not self._unmasked)
         self._unmasked = None
         self.scheduler.preempt_all()
 
@@ -284,7 +296,7 @@ class EngineLoop:
         """
         has_succeeded = True
         while len(self._in_flight) > behind:
-            batch, output = self._in_flight[0]
+            batch, output, enqueued = self._in_flight[0]
             if batch is self._unmasked:
                 masks = self._fill_masks()
                 if masks is None or not self._send(masks):
@@ -293,6 +305,7 @@ class EngineLoop:
             try:
                 result = output.read()  # if interrupted here, the next step reads it again
                 self._in_flight.popleft()
+                self.timer.finished(batch, enqueued)
                 last_before = len(self._in_flight) == 1  # a mask depends on the tokens of all earlier steps
                 self.finisher.finish_step(batch, result, self._unmasked if last_before else None)
                 self._failures = 0
@@ -309,7 +322,7 @@ class EngineLoop:
         if the executor can't continue.
         """
         logger.error("a step failed; its %d requests fail with it", len(batch.requests), exc_info=error)
-        self._in_flight = deque(step for step in self._in_flight if step[0] is not batch)
+        self._in_flight = deque(step for step in self._in_flight if step.batch is not batch)
         self._last_error = f"{type(error).__name__}: {error}"
         self._failures += 1
         if not batch or self._failures >= MAX_CONSECUTIVE_FAILURES:
@@ -494,13 +507,15 @@ class EngineLoop:
                     gc.freeze()
                 self.executor.check()
                 busy = self.has_work
-                command = receive(0.0 if busy else IDLE_SECONDS)
+                command = receive(self._seconds_to_wait() if busy else IDLE_SECONDS)
                 with self.runner.cache.pool.turn():
                     while command is not None:
                         if isinstance(command, Stop):
                             return
                         self._handle_command(command, send)
                         command = receive(0.0)
+                    if busy and self._seconds_to_wait() > 0:
+                        continue  # more requests may come for the next step
                     if self.has_work:
                         self._send_events(self.step(), send)
                         next_report = min(next_report, time.monotonic() + REPORT_SECONDS)
@@ -534,6 +549,13 @@ class EngineLoop:
             gc.unfreeze()
             send(Dead(reason))
             self.close()
+
+    def _seconds_to_wait(self) -> float:
+        """Return for how long the next step need not be scheduled, because the device is busy with a long one."""
+        if len(self._in_flight) != 1 or self._unmasked is not None or self.finisher.events:
+            return 0.0
+        step = self._in_flight[0]
+        return self.timer.seconds_to_wait(step.batch, step.enqueued)
 
     def _send_events(self, events: list[TokenEvent], send: Callable[[Report], None]) -> None:
         """Send the events of a step. A snapshot precedes the end of a request: its answer is in the counters then.

@@ -12,10 +12,8 @@ class Phase(enum.StrEnum):
     - DECODE: computes the newest token; appends one.
     - VERIFY: computes the newest token and k draft tokens; appends 1 to k + 1, the drafts that sampling confirms and
       the token after them.
-    - MIXED: DECODE and PREFILL rows in one graph, as one packed batch.
     """
 
     PREFILL = "prefill"
     DECODE = "decode"
     VERIFY = "verify"
-    MIXED = "mixed"

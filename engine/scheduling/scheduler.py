@@ -2,7 +2,8 @@
 
 Requests are ordered by (priority, arrival, order of `add`) everywhere; each further sequence of one client's request
 counts as arriving 10 s later. A step takes running decodes first, then partially prefilled prompts, then new requests,
-under one token budget, of which a new prompt that takes at most half is kept its part.
+under one token budget, of which a new prompt that takes at most half is kept its part. The budget is smaller in a step
+with decodes.
 
 A large request does not hold up others. Its further sequences are preempted for requests before them in order. Short
 requests, of few prompt and output tokens, run ahead of the order in up to 1/16 of the slots, one of which they may take
@@ -200,7 +201,7 @@ class Scheduler:
             self._admit_urgent(batch)
             self._admit_short(batch)
         prefilling = sorted(self._schedule_decodes(batch), key=lambda entry: not entry.is_short)
-        budget = self.config.max_num_batched_tokens - len(batch.decodes)
+        budget = self.config.step_tokens(bool(batch.decodes)) - len(batch.decodes)
         if self.config.num_speculative_tokens:
             budget = self._add_drafts(batch, budget)
         kept = self._tokens_kept_for_head(budget)
@@ -423,13 +424,14 @@ class Scheduler:
 
         Without a free slot, the last running request makes way, so its token does not count.
         """
-        budget = self.config.max_num_batched_tokens
+        taken, has_decodes = 0, False
         for entry in self._running if self._free_slots else self._running[:-1]:
             request = entry.request
             remaining = request.length - request.num_computed
+            has_decodes |= remaining == 1
             if entry.key < head.key or remaining == 1:
-                budget -= 1 if remaining == 1 else remaining * request.prompt_token_cost
-        return budget
+                taken += 1 if remaining == 1 else remaining * request.prompt_token_cost
+        return self.config.step_tokens(has_decodes) - taken
 
     def _budget_for(self, entry: QueuedRequest, budget: int) -> int:
         """Return the budget left for this prompt and those after it: less if a short request waits for the step."""

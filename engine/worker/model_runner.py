@@ -88,20 +88,22 @@ class ModelRunner:
         self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups))
+        # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
+        self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
         self.prefill_buckets = PackedBuckets(
-            Phase.PREFILL, config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
+            Phase.PREFILL,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            pages,
+            len(self.kv.groups),
+            self.max_mixed_decodes,
         )
         self.verify_buckets: PackedBuckets | None = None
         if config.num_speculative_tokens:
             tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
             self.verify_buckets = PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages, len(self.kv.groups))
-        # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
-        self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
-        self.mixed_buckets = PackedBuckets(
-            Phase.MIXED, config.max_num_seqs, config.max_num_batched_tokens, pages, len(self.kv.groups)
-        )
         max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
-        self.step_model = self._fuse(dtype) or model
+        self.step_model = self._fuse(dtype, max_rows) or model
         self.buffers = decode_buffers(
             layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device, self.step_model.logits_dtype
         )
@@ -129,7 +131,7 @@ class ModelRunner:
             )
         )
         self.packed_steps: dict[Phase, PackedStep] = {}
-        for buckets in (self.prefill_buckets, self.verify_buckets, self.mixed_buckets):
+        for buckets in (self.prefill_buckets, self.verify_buckets):
             if buckets is not None:
                 step = self.packed_steps[buckets.phase] = PackedStep(
                     self.step_model,
@@ -141,7 +143,7 @@ class ModelRunner:
                     self.buffers["next_tokens"],
                     self.states,
                 )
-                if self.attention.support.captures_prefill and (buckets is not self.mixed_buckets or self._can_mix()):
+                if self.attention.support.captures_prefill:
                     self.cache.add_site(step.site(addresses))
         self.sampling = Sampler(
             config.max_num_seqs,
@@ -163,8 +165,10 @@ class ModelRunner:
         self._in_flight: list[AsyncStepOutput] = []
         self._unmasked: tuple[StepInput, AsyncStepOutput] | None = None  # a step whose masks have not arrived
 
-    def _fuse(self, dtype: torch.dtype) -> Model | None:
+    def _fuse(self, dtype: torch.dtype, max_rows: int) -> Model | None:
         """Build the model with fused kernels; None if device, dtype, settings or model don't support it.
+
+        `max_rows`: of logits, in a step of any phase.
 
         Raises ConfigError if kernels='fused' was requested and is not supported.
         """
@@ -180,7 +184,7 @@ class ModelRunner:
                 logger.info("using the model's own layers: kernels=%r, dtype %s", requested, self.config.dtype)
             return None
         try:
-            fused = self.model.fused(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            fused = self.model.fused(max_rows, self.config.max_num_batched_tokens)
             logger.info("using fused kernels")
             return fused
         except ModelError as error:
@@ -324,12 +328,10 @@ class ModelRunner:
 
     def _prepare_prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillInput:
         rows = [prefill_row(chunk) for chunk in chunks]
-        return self._prepare_packed(self.prefill_buckets, rows, [chunk_input(chunk) for chunk in chunks])
+        return self._prepare_packed(rows, [chunk_input(chunk) for chunk in chunks])
 
-    def _prepare_packed(
-        self, buckets: PackedBuckets, rows: list[PackedRow], chunks: list[ChunkInput], num_decodes: int = 0
-    ) -> PrefillInput:
-        bucket, packed = self._pack(buckets, rows)
+    def _prepare_packed(self, rows: list[PackedRow], chunks: list[ChunkInput], num_decodes: int = 0) -> PrefillInput:
+        bucket, packed = self._pack(self.prefill_buckets, rows)
         ended = [chunk for chunk in chunks if chunk.is_last]
         self.inputs.set_sampled_positions(
             [chunk.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
@@ -345,7 +347,7 @@ class ModelRunner:
         if not (chunks and 0 < num_decodes <= self.max_mixed_decodes) or batch.constrained or batch.verifies:
             return None
         tokens = num_decodes + sum(chunk.length for chunk in chunks)
-        if self.mixed_buckets.choose(tokens, num_decodes + len(chunks)) is None:
+        if self.prefill_buckets.choose(tokens, num_decodes + len(chunks)) is None:
             return None
         pairs = list(zip(batch.decodes, batch.positions, strict=True))
         rows = [decode_row(request, position) for request, position in pairs]
@@ -359,7 +361,7 @@ class ModelRunner:
         ]  # fmt: skip
         self.inputs.forget_rows()
         inputs = decodes + [chunk_input(chunk) for chunk in chunks]
-        return self._prepare_packed(self.mixed_buckets, rows, inputs, num_decodes)
+        return self._prepare_packed(rows, inputs, num_decodes)
 
     def _prepare_verify(self, rows: Sequence[VerifyRow]) -> VerifyInput:
         assert self.verify_buckets is not None
@@ -388,7 +390,7 @@ class ModelRunner:
         """Enqueue one step and return without waiting for it.
 
         The decodes run as one padded graph replay, the prompt chunks as another replay or eager together; on Hopper
-        GPUs, few decodes and few prompt tokens run as one replay. At most MAX_STEPS_IN_FLIGHT steps may be unread,
+        GPUs, few decodes run in the replay of the chunks. At most MAX_STEPS_IN_FLIGHT steps may be unread,
         including this one. After an exception, call `reset_after_failure`.
 
         Of a constrained step, enqueues only the decodes' forward graph, which doesn't depend on the masks: `sample`
@@ -478,8 +480,7 @@ class ModelRunner:
         chunks = step.chunks
         ended = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         spans = [(chunk.start, chunk.length) for chunk in chunks]
-        phase = Phase.MIXED if step.num_decodes else Phase.PREFILL
-        found = self._run_packed(phase, step.bucket, step.packed, spans, ended)
+        found = self._run_packed(Phase.PREFILL, step.bucket, step.packed, spans, ended)
         if step.num_decodes:
             output.graph_bucket = step.bucket
         start = 0

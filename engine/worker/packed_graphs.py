@@ -26,7 +26,7 @@ from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.site import Site
 
-TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
+TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512))
 """Token buckets below max_num_batched_tokens, which is a bucket too. They are dense at small sizes: under load, each
 request that ends is followed by one prompt of a few hundred tokens, so nearly every step pays for padding there.
 """
@@ -34,14 +34,10 @@ request that ends is followed by one prompt of a few hundred tokens, so nearly e
 VERIFY_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Token buckets of steps that verify drafts, below the largest."""
 
-MIXED_BUCKETS = (*range(64, 1024, 64), *range(1024, 2049, 256))
-"""Token buckets of steps that hold decodes and prompt chunks. With more tokens, reading the weights twice costs little.
-"""
-
 MAX_MIXED_DECODES = 128
-"""Decodes of such a step. Decode attention reads more of them faster than prefill attention does."""
+"""Decodes in one packed step with prompt chunks. Decode attention reads more of them faster than prefill attention."""
 
-SIZES = {Phase.PREFILL: TOKEN_BUCKETS, Phase.VERIFY: VERIFY_BUCKETS, Phase.MIXED: MIXED_BUCKETS}
+SIZES = {Phase.PREFILL: TOKEN_BUCKETS, Phase.VERIFY: VERIFY_BUCKETS}
 
 MIN_CHUNKS, MAX_CHUNKS, TOKENS_PER_CHUNK = 16, 256, 16
 """A bucket holds one chunk per TOKENS_PER_CHUNK tokens, within these limits. Each is a row of the LM head's GEMM, used
@@ -138,13 +134,14 @@ class PackedBuckets:
     """The token buckets of a phase's packed steps, and how many chunks each holds.
 
     A step that verifies drafts has at least two tokens per chunk. One of prefill has room for fewer chunks, because
-    each is a row of logits. A mixed step has room for its decodes beside those of prefill.
+    each is a row of logits. Beside those, there is room for up to `max_decodes` decodes.
     """
 
-    def __init__(self, phase: Phase, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int):
-        if phase is Phase.MIXED:
-            max_tokens = min(max_tokens, MIXED_BUCKETS[-1])
+    def __init__(
+        self, phase: Phase, max_chunks: int, max_tokens: int, pages_per_chunk: int, groups: int, max_decodes: int = 0
+    ):
         self.phase = phase
+        self._max_decodes = max_decodes
         self.sizes = Buckets((*(size for size in SIZES[phase] if size < max_tokens), max_tokens))
         self._max_chunks, self._pages, self._groups = max_chunks, pages_per_chunk, groups
 
@@ -158,9 +155,7 @@ class PackedBuckets:
         if self.phase is Phase.VERIFY:
             return min(self._max_chunks, max(1, bucket // 2))
         prompts = min(MAX_CHUNKS, max(MIN_CHUNKS, bucket // TOKENS_PER_CHUNK))
-        if self.phase is Phase.MIXED:
-            return min(self._max_chunks, bucket, MAX_MIXED_DECODES + prompts)
-        return min(self._max_chunks, prompts)
+        return min(self._max_chunks, max(prompts, min(bucket, self._max_decodes + prompts)))
 
     def choose(self, tokens: int, chunks: int) -> int | None:
         """Return the smallest bucket for this many tokens and chunks; None if no bucket holds them."""
@@ -190,8 +185,8 @@ class PackedOutput(NamedTuple):
 class PackedStep:
     """Runs packed rows on a model: captured over static buffers, or eager on new tensors.
 
-    In phases PREFILL and MIXED a token may be sampled after the last token of each chunk, and `last_tokens` gets the
-    greedy token of decodes and of chunks that end their prompt. In phase VERIFY one is sampled after every token.
+    In phase PREFILL a token may be sampled after the last token of each chunk, and `last_tokens` gets the greedy token
+    of chunks that end their prompt, and of decodes among them. In phase VERIFY one is sampled after every token.
     `logits` [rows, vocab] and `next_tokens` [rows] are the outputs.
     """
 
@@ -288,7 +283,7 @@ class PackedStep:
     ) -> Tensor:
         (ends, starts, _, _, entries), per_token, tables = layout.split(packed, tokens)
         ids, positions, rows = per_token.t().contiguous()
-        if self.buckets.phase is Phase.MIXED:
+        if self.buckets.phase is Phase.PREFILL:
             newest = self._last_tokens.index_select(0, ids.neg().clamp_(min=0))
             ids = torch.where(ids < 0, newest, ids)
         attention = self._attention.prefill(

@@ -39,6 +39,17 @@ def test_long_prompt_is_chunked_under_the_budget_and_continues_before_new_prompt
     assert names(batch.decodes) == ["long"] and chunks(batch) == [("next", 4, 2, True)]
 
 
+def test_a_step_with_decodes_has_fewer_prompt_tokens():
+    scheduler = make(budget=8192, pages=9000, context=30000)
+    add(scheduler, "long", 9000)
+    assert chunks(step(scheduler)) == [("long", 0, 8192, False)]
+    add(scheduler, "other", 2, arrival=1.0, max_tokens=90)
+    add(scheduler, "longest", 20000, arrival=2.0)
+    assert chunks(step(scheduler)) == [("long", 8192, 808, True), ("other", 0, 2, True), ("longest", 0, 7382, False)]
+    batch = step(scheduler)
+    assert names(batch.decodes) == ["long", "other"] and chunks(batch) == [("longest", 7382, 4094, False)]
+
+
 def test_a_small_prompt_does_not_wait_for_a_large_one():
     scheduler = make(budget=8)
     add(scheduler, "large", 20)

@@ -60,7 +60,8 @@ def test_gpu_log_probabilities_in_mixed_steps_are_those_of_prompts_in_float32(fo
         assert runner.attention.hopper is not None and runner.max_mixed_decodes
         outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
         graphs = engine.stats().graphs
-        assert sum(count for labels, count in graphs["replays"] if labels[0] == Phase.MIXED.value) > 10
+        computed = sum(count for labels, count in graphs["real_tokens"] if labels[0] == Phase.PREFILL.value)
+        assert computed > sum(map(len, prompts)) + 100, "no decodes were computed with prompt chunks"
         assert not dict(graphs["fallbacks"])
     whole = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
