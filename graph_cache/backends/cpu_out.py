@@ -1,6 +1,6 @@
 """Find out= overloads of operations, so that a replay writes into given memory and allocates nothing.
 
-Also verifies that an overload gives the same results as the operation.
+Also verifies that an overload gives the same results as the operation, and tells which ones save no copy.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
         if [pair for pair in wanted if pair in given or pair[0] not in FACTORY_ARGUMENTS] == given:
             return candidate, outs
     return None
+
+
+@functools.cache
+def out_overload_copies(func: torch._ops.OpOverload) -> bool:
+    """Return whether the out= overload of `func` runs it and copies each result, as those that torch generates do.
+
+    Such an overload has no kernel of its own for a CPU. It saves nothing, and copies results that nobody reads: for
+    layer_norm it takes twice as long as the operation. The overload must exist.
+    """
+    found = out_overload(func)
+    assert found is not None
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(found[0].name(), "CPU")
 
 
 def out_call(

@@ -58,20 +58,19 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
         return views[leaf]
 
     calls = []
-    for op in tape.ops:
+    for index, op in enumerate(tape.ops):
         if op.func._schema.name in UNDEFINED_CONTENTS:
             continue
         args, kwargs = tree_map(tensor_of, op.args), tree_map(tensor_of, op.kwargs)
         if not op.fresh:
             calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
-        targets = tree_map(tensor_of, op.outs)
-        copy_call = Call(op.func, args, kwargs, targets, op.grad)
-        calls.append(
-            Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, fallback=copy_call)
-            if op.in_place
-            else copy_call
-        )
+        copy_call = Call(op.func, args, kwargs, tree_map(tensor_of, tape.read_outs(index)), op.grad)
+        if op.in_place:
+            targets = tree_map(tensor_of, op.outs)
+            calls.append(Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, fallback=copy_call))
+        else:
+            calls.append(copy_call)
     return calls
 
 

@@ -7,9 +7,12 @@ import threading
 import pytest
 import torch
 
-from graph_cache.backends.cpu_out import out_overload
+from graph_cache.backends.cpu_arena import Arena, plan_layout
+from graph_cache.backends.cpu_out import out_overload, out_overload_copies
+from graph_cache.backends.cpu_program import bind, torchscript_program
+from graph_cache.backends.cpu_tape import TapeRecorder
 from tests.graph_cache.backends.calls import CALLS, ROWS, WIDTH
-from tests.graph_cache.backends.tapes import eager, programs, same_bits
+from tests.graph_cache.backends.tapes import eager, programs, recorded, same_bits
 
 aten = torch.ops.aten
 
@@ -90,3 +93,43 @@ def test_a_replay_leaves_the_interpreters_settings_as_they_were(optimise):
     thread.start()
     thread.join()
     assert seen == [optimise]
+
+
+@pytest.mark.parametrize(
+    ("func", "copies"),
+    [
+        (aten.native_layer_norm.default, True),
+        (aten.roll.default, True),
+        (aten._to_copy.default, True),
+        (aten.mul.Tensor, False),
+        (aten.cat.default, False),
+        (aten.index_select.default, False),
+    ],
+)
+def test_only_overloads_with_a_kernel_of_their_own_save_a_copy(func, copies):
+    assert out_overload_copies(func) is copies
+
+
+def test_a_replay_copies_only_results_that_are_read():
+    x, output = torch.randn(ROWS, WIDTH), torch.empty(ROWS, WIDTH)
+    tape = recorded(lambda: output.copy_(aten.native_layer_norm(x, [WIDTH], None, None, 1e-5)[0]))
+    offsets, need = plan_layout(tape.buffers, tape.kept)
+    layer_norm = bind(tape, Arena().claim(need), offsets)[0]
+    assert layer_norm.func is aten.native_layer_norm.default
+    normed, mean, deviation = layer_norm.targets
+    assert normed.shape == output.shape and mean is None and deviation is None
+
+
+def test_a_replay_keeps_results_that_outlive_the_run():
+    x, found = torch.randn(ROWS, WIDTH), []
+    recorder = TapeRecorder()
+    with torch.inference_mode(), recorder:
+        found.extend(aten.native_layer_norm(x, [WIDTH], None, None, 1e-5))
+    recorder.keep_live_buffers()
+    tape = recorder.tape
+    offsets, need = plan_layout(tape.buffers, tape.kept)
+    replay = torchscript_program(bind(tape, Arena().claim(need), offsets))
+    x.normal_()
+    replay()
+    for got, want in zip(found, eager(lambda: aten.native_layer_norm(x, [WIDTH], None, None, 1e-5)), strict=True):
+        assert same_bits(got, want)
