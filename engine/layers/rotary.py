@@ -90,7 +90,7 @@ def _yarn(base: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Te
 class RotaryTable(nn.Module):
     """Table of cos and sin for positions 0..max_len-1: positions [T] int64 -> two tensors [T, 1, head_dim].
 
-    Looked up once per step. The first half of sin is negated, so that rotate_half becomes a roll (see `rotate`). A
+    Looked up once per step. The first half of sin is negated, so that rotate_half only swaps halves (see `rotate`). A
     position of max_len or more raises an index error on the CPU and a device assert on CUDA.
     """
 
@@ -122,7 +122,10 @@ class RotaryTable(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to heads x [T, heads, D] with cos and sin [T, 1, D]: return x*cos + rotate_half(x)*sin.
 
-    rotate_half is (-x2, x1). With the sign in the table it is a roll by D/2, so this takes three ops for q and k
-    together.
+    rotate_half is (-x2, x1). With the sign in the table it swaps the halves, which are added one by one: this takes
+    three ops for q and k together. A roll by D/2 gives the same bits, and takes twice as long on a CPU.
     """
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+    half, out = x.shape[-1] // 2, x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
