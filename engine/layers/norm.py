@@ -17,11 +17,14 @@ class _Norm(nn.Module):
     """Compute x / sqrt(mean(x²) + eps) over the last dimension, of `size`, in float32; the result has x's dtype."""
 
     eps_tensor: Tensor
+    signs: Tensor
 
-    def __init__(self, size: int, eps: float, device: torch.device):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.size, self.eps = size, eps
         self.register_buffer("eps_tensor", torch.full((1,), eps, device=device), persistent=False)
+        signs = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=device)
+        self.register_buffer("signs", signs, persistent=False)
 
     def normalise(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -31,8 +34,8 @@ class _Norm(nn.Module):
             return x * torch.addcmul(self.eps_tensor, length, length, value=1.0 / self.size).rsqrt()
         # The concatenation of x and -x has mean 0 and variance mean(x²), so its layer norm is the RMSNorm of x. It
         # accumulates in float32 and rounds once, which matches Hugging Face bit for bit; F.rms_norm does not.
-        mirrored = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * self.size,), eps=self.eps)
-        return mirrored[..., : self.size]
+        mirrored = (x.unsqueeze(-2) * self.signs).flatten(-2)
+        return F.layer_norm(mirrored, (2 * self.size,), eps=self.eps)[..., : self.size]
 
 
 class RMSNorm(_Norm):
@@ -42,7 +45,7 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
-        super().__init__(size, eps, device)
+        super().__init__(size, eps, dtype, device)
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class HeadNorm(_Norm):
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, eps: float, dtype: torch.dtype, device: torch.device):
-        super().__init__(size, eps, device)
+        super().__init__(size, eps, dtype, device)
         self.heads, self.kv_heads = heads, kv_heads
         self.q_weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.k_weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
