@@ -96,7 +96,7 @@ class LongestTurn:
             self._loop.call_later(0.001, self._tick)
 
 
-MAX_TURN_SECONDS = 0.15
+MAX_TURN_SECONDS = 0.1
 
 
 def test_many_prompts_do_not_stall_other_requests(start_server):
