@@ -1,6 +1,6 @@
 """Find out= overloads of operations, so that a replay writes into given memory and allocates nothing.
 
-Also verifies that an overload gives the same results as the operation, and tells which ones save no copy.
+Also verifies that an overload saves a copy and gives the same results as the operation.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
 def out_overload_copies(func: torch._ops.OpOverload) -> bool:
     """Return whether the out= overload of `func` runs it and copies each result, as those that torch generates do.
 
-    Such an overload has no kernel of its own for a CPU. It saves nothing, and copies results that nobody reads: for
-    layer_norm it takes twice as long as the operation. The overload must exist.
+    Such an overload has no kernel of its own for a CPU. It saves nothing, and copies also results that nothing
+    reads: for layer_norm it takes twice as long as the operation. The overload must exist.
     """
     found = out_overload(func)
     assert found is not None
@@ -78,11 +78,13 @@ def out_call(
 def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], results: Any) -> bool:
     """Run the overload on scratch tensors: return whether it gives `results` and needs no more memory than they do.
 
+    An overload that copies its results is not run, and does not match.
+
     Some overloads use their output as scratch space (`mse_loss` for all terms, before the sum): in an arena this would
     overwrite neighbouring buffers.
     """
     results = results if isinstance(results, (list, tuple)) else (results,)
-    if out_overload(func) is None or torch.Tag.nondeterministic_seeded in func.tags:
+    if out_overload(func) is None or out_overload_copies(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if not all(isinstance(result, torch.Tensor) for result in results):
         return False

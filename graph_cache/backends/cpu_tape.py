@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from graph_cache.audit import higher_order_refusal
 from graph_cache.backends.cpu_call_site import host_read_refusal
-from graph_cache.backends.cpu_out import out_overload_copies, out_overload_matches
+from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
 from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
@@ -79,7 +79,7 @@ class Op:
     kwargs: dict[str, Any]
     outs: tuple[Any, ...]
     fresh: bool  # some output is new memory, to be placed in the arena
-    in_place: bool  # an out= overload that saves the copy exists for all outputs and was verified to match
+    in_place: bool  # an out= overload exists for all outputs, saves a copy, and was verified to match
     grad: bool  # the gradient mode it ran under, which some kernels query
 
 
@@ -288,7 +288,6 @@ class TapeRecorder(DecomposingMode):
             func._schema.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
             and out_overload_matches(func, args, kwargs, result)
-            and not out_overload_copies(func)
         )
         self.tape.ops.append(
             Op(
