@@ -234,8 +234,7 @@ class EngineLoop:
             if batch:
                 output = self.executor.submit(batch)
                 self.scheduler.dispatch(batch)
-                self._in_flight.append(StepInFlight(batch, output, self.timer.now()))
-                self.timer.enqueued(started)
+                self._in_flight.append(StepInFlight(batch, output, self.timer.enqueued(started)))
                 self._unmasked = batch if batch.constrained else None
         except EngineDead:
             raise

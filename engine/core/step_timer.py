@@ -42,9 +42,11 @@ class StepTimer:
         """Return the time in seconds, for the other methods."""
         return self._clock()
 
-    def enqueued(self, since: float) -> None:
-        """Record that a step was enqueued now; the host began to schedule it at `since`."""
-        self._host_times.append(self._clock() - since)
+    def enqueued(self, since: float) -> float:
+        """Record that a step was enqueued, and return the time; the host began to schedule it at `since`."""
+        now = self._clock()
+        self._host_times.append(now - since)
+        return now
 
     def finished(self, batch: Batch, enqueued: float) -> None:
         """Record that the results of a step, enqueued at that time, have arrived. Call it for all, in order."""

@@ -35,8 +35,7 @@ def run_step(timer: StepTimer, clock: Clock, tokens: int, seconds: float, host_s
     """Let a step take `seconds` on a device that was idle, and `host_seconds` to schedule."""
     since = timer.now()
     clock.now += host_seconds
-    timer.enqueued(since)
-    enqueued = timer.now()
+    enqueued = timer.enqueued(since)
     clock.now += seconds
     timer.finished(batch_of(tokens), enqueued)
 
