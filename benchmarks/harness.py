@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,11 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
         return found
 
     return convert
+
+
+def quantile_ms(seconds: list[float], share: float) -> float | None:
+    """Return a quantile of sorted seconds in ms, by nearest rank; None without values."""
+    return round(1e3 * seconds[min(len(seconds) - 1, math.ceil(share * len(seconds)) - 1)], 3) if seconds else None
 
 
 def require_gpus(of: argparse.ArgumentParser, needed: int = 1) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -211,18 +210,13 @@ def summary(found: list[dict[str, Any]], clients: int, requests: int, processes:
     return {
         "clients": clients, "requests": requests, "tokens": tokens, "events": sum(one["events"] for one in found),
         "seconds": round(seconds, 3), "tokens_per_second": round(tokens / seconds, 1),
-        "first_token_ms": {"median": ms(first, 0.5), "p99": ms(first, 0.99)},
+        "first_token_ms": {"median": harness.quantile_ms(first, 0.5), "p99": harness.quantile_ms(first, 0.99)},
         "inter_token_ms": {"mean": round(1e3 * statistics.fmean(gaps), 3) if gaps else None,
-                           "median": ms(gaps, 0.5), "p99": ms(gaps, 0.99)},
-        "request_ms": {"median": ms(whole, 0.5), "p99": ms(whole, 0.99)},
+                           "median": harness.quantile_ms(gaps, 0.5), "p99": harness.quantile_ms(gaps, 0.99)},
+        "request_ms": {"median": harness.quantile_ms(whole, 0.5), "p99": harness.quantile_ms(whole, 0.99)},
         "client": {"processes": processes, "cpu_us_per_token": round(1e6 * cpu / max(tokens, 1), 2),
                    "busiest": round(max(one["cpu"] for one in found) / seconds, 3)},
     }  # fmt: skip
-
-
-def ms(times: list[float], share: float) -> float | None:
-    """A quantile of sorted seconds, in ms."""
-    return round(1e3 * times[min(len(times) - 1, math.ceil(share * len(times)) - 1)], 3) if times else None
 
 
 def ceiling_server(listener: socket.socket) -> None:

@@ -26,12 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
 from benchmarks.shapes import SHAPES, write_shape
+
+if TYPE_CHECKING:
+    from engine import EngineConfig
 
 NEEDS = "CPU or 1 GPU"
 PHASES = ("decode", "prefill", "first_token", "throughput")
@@ -40,21 +43,25 @@ Run = Callable[[list[list[int]], list[int]], tuple[float, int]]
 """(prompts, output tokens of each) -> (seconds, tokens that came)."""
 
 
-def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
-    from engine import Engine, EngineConfig, SamplingParams
+def encore_config(folder: str, args: argparse.Namespace) -> EngineConfig:
+    """Return Encore's configuration with the settings of `args`."""
+    from engine import EngineConfig
 
-    context = min(args.context, SHAPES[args.shape]["max_position_embeddings"])
-    engine = Engine(
-        EngineConfig(
-            model=folder,
-            load_format="dummy",
-            max_model_len=context,
-            warmup="full",
-            graph_manifest="none",
-            enable_prefix_caching=False,
-            **args.settings,
-        )
+    return EngineConfig(
+        model=folder,
+        load_format="dummy",
+        max_model_len=min(args.context, SHAPES[args.shape]["max_position_embeddings"]),
+        warmup="full",
+        graph_manifest="none",
+        enable_prefix_caching=False,
+        **args.settings,
     )
+
+
+def encore(folder: str, args: argparse.Namespace, found: dict[str, Any]) -> Run:
+    from engine import Engine, SamplingParams
+
+    engine = Engine(encore_config(folder, args))
 
     def run(prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
         params = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in lengths]
@@ -237,22 +244,27 @@ def json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = harness.parser(__spec__.name, __doc__)
+def add_engine_arguments(parser: argparse.ArgumentParser, engines: Collection[str], context: int) -> None:
+    """Add the arguments that choose the engines, which are among `engines`, and say how to start them."""
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--engines", type=harness.names(ENGINES), default=["encore"])
+    parser.add_argument("--engines", type=harness.names(engines), default=["encore"])
     parser.add_argument("--rounds", type=harness.count, default=1)
-    parser.add_argument("--phases", type=harness.names(PHASES + LONG_PHASES), default=list(PHASES))
-    parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
-    parser.add_argument("--repeats", type=harness.count, default=3)
-    parser.add_argument("--requests", type=harness.count, default=1024)
-    parser.add_argument("--context", type=harness.count, default=4096, help="max_model_len")
-    parser.add_argument("--long-prompt", type=harness.count, default=16000, help="tokens of the long prompt")
+    parser.add_argument("--context", type=harness.count, default=context, help="max_model_len")
+    parser.add_argument("--long-prompt", type=harness.count, default=16000, help="tokens of a long prompt")
     parser.add_argument("--path", type=folders, action="append", default=[], metavar="ENGINE=FOLDERS",
                         help="folders for its PYTHONPATH")  # fmt: skip
     parser.add_argument("--settings", type=json_object, default={}, metavar="JSON",
                         help='more settings by engine: {"sglang": {...}}')  # fmt: skip
-    parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)  # in this process; with its settings alone
+    parser.add_argument("--one", choices=engines, help=argparse.SUPPRESS)  # in this process; with its settings alone
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = harness.parser(__spec__.name, __doc__)
+    add_engine_arguments(parser, ENGINES, context=4096)
+    parser.add_argument("--phases", type=harness.names(PHASES + LONG_PHASES), default=list(PHASES))
+    parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
+    parser.add_argument("--repeats", type=harness.count, default=3)
+    parser.add_argument("--requests", type=harness.count, default=1024)
     args = parser.parse_args(argv)
     if args.one:
         args.json.write_text(json.dumps(measure(args.one, args)))

@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import harness
-from benchmarks.serving.offline import child, folders, json_object, sglang_engine
+from benchmarks.serving.offline import add_engine_arguments, child, encore_config, sglang_engine
 from benchmarks.shapes import SHAPES, write_shape
 
 NEEDS = "CPU or 1 GPU"
@@ -97,30 +97,17 @@ async def run_load(stream: Stream, load: list[Arrival], vocab: int) -> dict[str,
     }
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum in ms; nothing if there are no values."""
+def quantiles(seconds: list[float]) -> dict[str, float | None]:
+    """Return median, 99th percentile and maximum in ms, None without values."""
     values = sorted(seconds)
-    if not values:
-        return {}
-    at = lambda share: round(values[min(len(values) - 1, int(share * len(values)))] * 1e3, 3)  # noqa: E731
-    return {"p50": at(0.5), "p99": at(0.99), "max": at(1)}
+    return {name: harness.quantile_ms(values, share) for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
 async def encore_loads(folder: str, args: argparse.Namespace, run: Callable[[Stream], Any]) -> None:
-    from engine import EngineConfig, SamplingParams
+    from engine import SamplingParams
     from engine.client.async_client import make_client
 
-    client = make_client(
-        EngineConfig(
-            model=folder,
-            load_format="dummy",
-            max_model_len=min(args.context, SHAPES[args.shape]["max_position_embeddings"]),
-            warmup="full",
-            graph_manifest="none",
-            enable_prefix_caching=False,
-            **args.settings,
-        )
-    )
+    client = make_client(encore_config(folder, args))
     await client.start()
     numbers = itertools.count()
 
@@ -184,22 +171,13 @@ def positive(text: str) -> float:
 
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--engines", type=harness.names(("encore", "sglang")), default=["encore"])
-    parser.add_argument("--rounds", type=harness.count, default=1)
+    add_engine_arguments(parser, ("encore", "sglang"), context=17000)
     parser.add_argument("--rate", type=positive, default=10.0, help="requests per second")
     parser.add_argument("--requests", type=harness.count, default=384)
     parser.add_argument("--prompts", type=length_range, default=(64, 4096), metavar="LOW,HIGH", help="input tokens")
     parser.add_argument("--outputs", type=length_range, default=(16, 512), metavar="LOW,HIGH", help="output tokens")
     parser.add_argument("--long-every", type=positive, help="seconds between long prompts, in a second load")
-    parser.add_argument("--long-prompt", type=harness.count, default=16000, help="tokens of a long prompt")
     parser.add_argument("--warm-up", type=harness.count, default=32, help="requests before the loads, not counted")
-    parser.add_argument("--context", type=harness.count, default=17000, help="max_model_len")
-    parser.add_argument("--path", type=folders, action="append", default=[], metavar="ENGINE=FOLDERS",
-                        help="folders for its PYTHONPATH")  # fmt: skip
-    parser.add_argument("--settings", type=json_object, default={}, metavar="JSON",
-                        help='more settings by engine: {"sglang": {...}}')  # fmt: skip
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in this process; with its settings alone
     args = parser.parse_args(argv)
     if args.one:
         args.json.write_text(json.dumps(measure(args.one, args)))
