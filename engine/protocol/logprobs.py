@@ -99,7 +99,7 @@ def pack_records(
     rows int64 [b, 3 + 2k]: the token id, negative if there is none; the bits of its float64 log-probability; its rank;
     then the k most likely tokens, as bits of the log-probability and id of each. Row i gets top_counts[i] of them,
     without those of probability 0, which come last. named_values float64 [b, m] starts with the log-probabilities of
-    the tokens named[i].
+    the tokens named[i]. Columns of a row past its top_counts[i] alternatives are not read.
     """
     if not len(rows):
         return []
@@ -107,7 +107,8 @@ def pack_records(
     records = list(struct.unpack(f"{rows.shape[1] * rows.itemsize}s" * len(rows), rows.data))  # faster than slices
     values = rows.view(np.float64)[:, _HEADER.size // 8 :: 2]
     if rows[:, 0].min() < 0 or min(top_counts) < k or (k and values[:, -1].min() == -math.inf):
-        num_top = np.minimum((values > -math.inf).sum(axis=1), top_counts)
+        is_given = (values > -math.inf) & (np.arange(k) < np.asarray(top_counts)[:, None])
+        num_top = is_given.sum(axis=1)
         sizes = np.where(rows[:, 0] < 0, 0, _HEADER.size + _PAIR.size * num_top).tolist()
         records = [record[:size] for record, size in zip(records, sizes, strict=True)]
     if any(named):
