@@ -54,16 +54,19 @@ class Conversation:
     @property
     def num_chars(self) -> int:
         """Number of characters of all strings that the template may read, names of fields included."""
-        total, unseen = 0, [self.messages, self.tools, self.variables, self.documents]
+        total = 0
+        unseen: list[Any] = [self.messages, self.tools, self.variables, self.documents]
         while unseen:
             value = unseen.pop()
             if isinstance(value, str):
                 total += len(value)
-            elif isinstance(value, Mapping):
-                total += sum(map(len, value))
+            elif isinstance(value, dict):
+                total += len("".join(value))
                 unseen += value.values()
             elif isinstance(value, (list, tuple)):
                 unseen += value
+            elif isinstance(value, Mapping):  # last: slow for each number
+                unseen.append(dict(value))
         return total
 
     def check_against(self, template: str) -> None:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -510,9 +511,14 @@ class ConversationFields(Wire):
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
 
+    @cached_property
+    def checked_tools(self) -> list[dict[str, Any]]:
+        """The valid tools of the request. Raises RequestError. Megabytes of them take tens of milliseconds, once."""
+        return checked_tools(self.tools)
+
     def tool_use(self) -> ToolUse | None:
         """Return how the output may use tools. Raises RequestError."""
-        return tool_use(checked_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
+        return tool_use(self.checked_tools, self.tool_choice, self.parallel_tool_calls)
 
     def conversation_of(self, messages: list[Message]) -> Conversation:
         """Return what the chat template renders. Raises RequestError for invalid messages and combinations."""
@@ -532,7 +538,7 @@ class ConversationFields(Wire):
         self.tool_use()
         return Conversation(
             messages=plain,
-            tools=[] if self.tool_choice == "none" else self.tools or [],
+            tools=[] if self.tool_choice == "none" else self.checked_tools,
             variables=self._variables(),
             own_fields=self.model_fields_set,
             documents=self.documents or [],
