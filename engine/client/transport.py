@@ -21,6 +21,7 @@ from engine.client.frames import decode_report, encode_report
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
+from engine.utils.garbage import no_garbage_collections
 from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.child import ChildProcess
@@ -48,10 +49,11 @@ class Transport(Protocol):
 def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], send: OnReport) -> None:
     """Build a loop and serve until it ends. Every exit path sends exactly one Dead."""
     try:
-        from engine.checkpoint.source import resolve_model
-        from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
-        from engine.text.tokenizer import Tokenizer
-        from engine.utils.progress import WarmProgress
+        with no_garbage_collections():
+            from engine.checkpoint.source import resolve_model
+            from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
+            from engine.text.tokenizer import Tokenizer
+            from engine.utils.progress import WarmProgress
 
         source = resolve_model(config.model)
         tokenizer = Tokenizer.try_load(source)

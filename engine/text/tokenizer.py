@@ -22,6 +22,7 @@ from engine.errors import ModelError, RequestError
 from engine.text import request_template, tokenizer_config
 from engine.text.conversation import Conversation, reads
 from engine.text.parsing.selection import MARKERS
+from engine.utils.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 
@@ -315,13 +316,15 @@ def _special_token(metadata: dict[str, Any], tokens: list[str], key: str) -> str
 def _from_folder(source: ModelSource) -> Tokenizer:
     if not any(os.path.exists(os.path.join(source.path, name)) for name in _TOKENIZER_FILES):
         raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_HINT}")
-    # From the full module path: `from transformers import …` fails while another thread is importing transformers.
-    from transformers.models.auto.tokenization_auto import AutoTokenizer
+    with no_garbage_collections():
+        # From the full module path: `from transformers import …` fails while another thread is importing transformers.
+        from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
-    except Exception as error:  # transformers doesn't wrap JSON errors or the bare Exceptions of tokenizers
-        raise ModelError(f"{source.path}: the tokenizer can't be loaded: {error}") from error
+        try:
+            config = _plain_config(source.path)
+            tokenizer = AutoTokenizer.from_pretrained(source.path, config=config, local_files_only=True)
+        except Exception as error:  # transformers doesn't wrap JSON errors or the bare Exceptions of tokenizers
+            raise ModelError(f"{source.path}: the tokenizer can't be loaded: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_HINT}")
@@ -335,6 +338,35 @@ def _from_folder(source: ModelSource) -> Tokenizer:
         chat_template=tokenizer.chat_template,
         chat=tokenizer,
     )
+
+
+def _plain_config(folder: str) -> Any:
+    """Return the model's configuration as AutoTokenizer reads it if tokenizer_config.json names the tokenizer's class.
+
+    AutoTokenizer then needs only names from it. The configuration's own class would import PyTorch's distributed
+    tensors, which takes a second. Returns None, for that class, if no class of a tokenizer is named.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
+    settings, tokenizer_settings = _json_object(folder, "config.json"), _json_object(folder, "tokenizer_config.json")
+    if not isinstance(tokenizer_settings.get("tokenizer_class"), str) or "auto_map" in tokenizer_settings:
+        return None
+    config = PreTrainedConfig()
+    config.name_or_path = folder
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(settings.get(name), str):
+            setattr(config, name, settings[name])
+    return config
+
+
+def _json_object(folder: str, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if there is no such file or it holds something else."""
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _generation_eos(folder: str) -> list[int]:
