@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from graph_cache.backends.call_values import map_leaves
 from graph_cache.backends.cpu_arena import Claim
 from graph_cache.backends.cpu_out import out_call
 from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
@@ -61,13 +61,13 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
     for index, op in enumerate(tape.ops):
         if op.func._schema.name in UNDEFINED_CONTENTS:
             continue
-        args, kwargs = tree_map(tensor_of, op.args), tree_map(tensor_of, op.kwargs)
+        args, kwargs = map_leaves(tensor_of, op.args), map_leaves(tensor_of, op.kwargs)
         if not op.fresh:
             calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
-        copy_call = Call(op.func, args, kwargs, tree_map(tensor_of, tape.read_outs(index)), op.grad)
+        copy_call = Call(op.func, args, kwargs, map_leaves(tensor_of, tape.read_outs(index)), op.grad)
         if op.in_place:
-            targets = tree_map(tensor_of, op.outs)
+            targets = map_leaves(tensor_of, op.outs)
             calls.append(Call(*out_call(op.func, args, kwargs, targets), grad=op.grad, fallback=copy_call))
         else:
             calls.append(copy_call)

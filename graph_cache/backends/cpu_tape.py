@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map
 
 from graph_cache.audit import higher_order_refusal
+from graph_cache.backends.call_values import map_leaves, tensors_in
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
@@ -107,11 +107,7 @@ class Tape:
             is_read = not isinstance(out, Ref) or out.buffer in self.kept or self.buffers[out.buffer].last > index
             return out if is_read else None
 
-        return tree_map(read, self.ops[index].outs)
-
-
-def _has_no_memory(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf._is_zerotensor()  # noqa: SLF001
+        return map_leaves(read, self.ops[index].outs)
 
 
 class TapeRecorder(DecomposingMode):
@@ -157,8 +153,9 @@ class TapeRecorder(DecomposingMode):
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
             return self.decompose(func, args, kwargs)
+        inputs = tensors_in(args, kwargs)
         try:
-            self._refuse(func, args, kwargs)
+            self._refuse(func, args, kwargs, inputs)
         except CaptureRefused as refusal:
             self._refusal = refusal
             raise
@@ -166,14 +163,14 @@ class TapeRecorder(DecomposingMode):
         if lifted:
             # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
             func = aten.clone.default
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if self._overwritten is not None:
             self._save_overwritten(self._overwritten, func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.check_generators()
         result = self.run(func, args, kwargs)
-        if any(map(_has_no_memory, tree_flatten((inputs, result))[0])):
+        results = tensors_in(result)
+        if any(tensor._is_zerotensor() for tensor in (*inputs, *results)):  # noqa: SLF001
             self._refusal = CaptureRefused(
                 f"{func} in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad), whose zeros have no memory"
             )
@@ -184,7 +181,6 @@ class TapeRecorder(DecomposingMode):
             self._literals.add(result.untyped_storage()._cdata)
         if torch.Tag.inplace_view in func.tags:
             return result  # changes only the geometry, which is in the Refs of later operations
-        results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         touched = input_storages | {tensor.untyped_storage()._cdata for tensor in results}
         if lifted or (input_storages <= self._constant_storages and torch.Tag.nondeterministic_seeded not in func.tags):
             self._constant_storages |= touched
@@ -192,7 +188,7 @@ class TapeRecorder(DecomposingMode):
             self._constant_storages -= touched
         fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
         if fresh or func._schema.is_mutable or not results:
-            self._record(func, args, kwargs, inputs, result, input_storages)
+            self._record(func, args, kwargs, inputs, result, results, input_storages)
         return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
     def _save_overwritten(
@@ -207,11 +203,10 @@ class TapeRecorder(DecomposingMode):
         if not names:
             return
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        for tensor in tree_flatten([given.get(name) for name in names])[0]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._buffer_of and storage._cdata not in saved:
-                    saved[storage._cdata] = storage, storage.clone()
+        for tensor in tensors_in([given.get(name) for name in names]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._buffer_of and storage._cdata not in saved:
+                saved[storage._cdata] = storage, storage.clone()
 
     def _read_generators(self) -> list[bytes]:
         return list(map(state_of, self._generators.values()))
@@ -265,9 +260,18 @@ class TapeRecorder(DecomposingMode):
             if not reference.expired():
                 self.tape.kept[buffer] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
-    def _record(self, func, args, kwargs, inputs: list[torch.Tensor], result: Any, input_storages: set[int]) -> None:
+    def _record(
+        self,
+        func,
+        args: tuple,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        result: Any,
+        results: list[torch.Tensor],
+        input_storages: set[int],
+    ) -> None:
+        """Add a call to the tape: `inputs` and `results` are the tensors in its arguments and in its result."""
         index = len(self.tape.ops)
-        results = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         for tensor in results:
             storage = tensor.untyped_storage()
             if storage._cdata not in input_storages and storage._cdata not in self._buffer_of:
@@ -282,8 +286,8 @@ class TapeRecorder(DecomposingMode):
             new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
             return self._ref(leaf) if new else None
 
-        outs = tree_map(new_ref, result if len(func._schema.returns) > 1 else (result,))
-        fresh = any(isinstance(leaf, Ref) for leaf in tree_flatten(outs)[0])
+        outs = map_leaves(new_ref, result if len(func._schema.returns) > 1 else (result,))
+        fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
         in_place = (
             func._schema.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
@@ -292,8 +296,8 @@ class TapeRecorder(DecomposingMode):
         self.tape.ops.append(
             Op(
                 func,
-                tree_map(to_ref, args),
-                tree_map(to_ref, kwargs),
+                map_leaves(to_ref, args),
+                map_leaves(to_ref, kwargs),
                 tuple(outs),
                 fresh,
                 in_place,
@@ -329,7 +333,7 @@ class TapeRecorder(DecomposingMode):
             self._aliases[storage._cdata, geometry] = aten.alias.default(tensor)
         return self._aliases[storage._cdata, geometry]
 
-    def _refuse(self, func, args, kwargs) -> None:
+    def _refuse(self, func, args, kwargs, inputs: list[torch.Tensor]) -> None:
         name = func._schema.name
         index = HOST_READS.get(name)
         if index is not None and not self.is_constant(args[index]):
@@ -353,7 +357,7 @@ class TapeRecorder(DecomposingMode):
                     f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
                     "data. Use torch.where or integer indices"
                 )
-        devices = {leaf.device.type for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+        devices = {tensor.device.type for tensor in inputs}
         if devices - {"cpu", "meta"}:
             raise CaptureRefused(
                 f"{func}: tensors on {', '.join(sorted(devices))} in a CPU graph: keep all tensors on the CPU"
