@@ -238,6 +238,10 @@ class GGUFFile:
         from gguf.constants import GGMLQuantizationType
 
         info = self.info(name)
+        if info.type_id == Q4_1 and len(info.shape) == 2:  # four times as fast as the gguf package
+            codes, scale, low = self.q4_1(name)
+            blocks = codes.view(info.shape[0], -1, _BLOCK_SIZE).float()
+            return blocks.mul_(scale.unsqueeze(2)).add_(low.unsqueeze(2)).view(info.shape)
         try:
             values = quants.dequantize(self.raw(name), GGMLQuantizationType(info.type_id))
         except NotImplementedError as error:

@@ -7,6 +7,7 @@ interpreted here.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import pickle
 import queue
@@ -55,8 +56,9 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
             from engine.text.tokenizer import Tokenizer
             from engine.utils.progress import WarmProgress
 
-        source = resolve_model(config.model)
-        tokenizer = Tokenizer.try_load(source)
+            source = resolve_model(config.model)
+            tokenizer = Tokenizer.try_load(source)
+            gc.freeze()  # or the first collection afterwards takes as long as those left out
         loop = build_loop(config, source, tokenizer)
         send(Snapshot(loop.stats()))  # before Ready and before the first capture, which is the slowest
         if config.warmup == "full":
