@@ -88,6 +88,13 @@ class AttentionBackend(Protocol):
     def __init__(self, kv: KVCache, max_rows: int) -> None:
         """Attend over `kv`, in decode steps of up to `max_rows` rows."""
 
+    def prefix_members(self, group: int) -> int:
+        """Return how many rows `decode` reads a shared prefix for at once, for `group` query heads per KV head.
+
+        0: it reads each row's keys for that row alone.
+        """
+        ...
+
     def verify(self, group: int) -> None:
         """Compare kernels with PyTorch on this device, for `group` query heads per KV head, and drop those that differ.
 

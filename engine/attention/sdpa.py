@@ -123,6 +123,9 @@ class SdpaBackend:
     def has_fast_short_chunks(self) -> bool:
         return False
 
+    def prefix_members(self, group: int) -> int:
+        return 0
+
     def verify(self, group: int) -> None:
         pass  # these are PyTorch's
 

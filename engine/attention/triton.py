@@ -14,7 +14,15 @@ from engine.attention.interface import FusedAttention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 from engine.kernels.launch import has_hopper_kernels
-from engine.kernels.paged_decode import DecodeScratch, DecodeWorkspace, NormRope, by_kv_head, paged_decode
+from engine.kernels.paged_decode import (
+    DecodeScratch,
+    DecodeWorkspace,
+    NormRope,
+    SharedPrefixes,
+    by_kv_head,
+    paged_decode,
+    prefix_members,
+)
 from engine.kernels.paged_prefill import VarlenLayout, append_kv, norm_rope_append, paged_prefill
 
 logger = logging.getLogger(__name__)
@@ -49,6 +57,9 @@ class TritonBackend:
     def has_fast_short_chunks(self) -> bool:
         return self.hopper is not None
 
+    def prefix_members(self, group: int) -> int:
+        return prefix_members(group)
+
     def verify(self, group: int) -> None:
         if self.hopper is None:
             return
@@ -67,18 +78,21 @@ class TritonBackend:
     def prefill(self, metadata: PrefillMetadata) -> FusedAttention:
         return TritonPrefill(self._kv, metadata, self.hopper)
 
-    def workspace(self, q: Tensor, page_table: Tensor) -> DecodeWorkspace:
-        """Return decode scratch for queries [b, KV, H/KV, D], allocated in the first warm-up run.
+    def workspace(self, q: Tensor, page_table: Tensor, shared: bool) -> DecodeWorkspace:
+        """Return decode scratch for queries [b, KV, H/KV, D]; `shared`: of rows that share prefixes.
 
-        If allocated during a capture, it would belong to that graph's memory pool alone.
+        Allocated in the first warm-up run: in a capture, it would belong to that graph's memory pool alone.
         """
         if self._scratch is None:
             self._scratch = DecodeScratch(self._max_rows, q, self._kv.storage[0][0], page_table)
-        return self._scratch.of(len(q))
+        return self._scratch.of(len(q), shared)
 
 
 class TritonDecode:
-    """Attention of a decode step: append keys and values, and attend, in one launch per layer."""
+    """Attention of a decode step: append keys and values, and attend, in one launch per layer.
+
+    In two if rows share prefixes, which the first launch reads.
+    """
 
     def __init__(self, kv: KVCache, metadata: DecodeMetadata, backend: TritonBackend):
         self._kv, self._metadata, self._backend = kv, metadata, backend
@@ -94,7 +108,10 @@ class TritonDecode:
 
     def _launch(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope | None, out: Tensor) -> None:
         kv, metadata = self._kv, self._metadata
-        spec, page_table = kv.spec(layer), metadata.page_tables[kv.group_of[layer]]
+        spec, group = kv.spec(layer), kv.group_of[layer]
+        page_table, shared = metadata.page_tables[group], None
+        if metadata.shared is not None and metadata.shared.group == group:
+            shared = SharedPrefixes(*metadata.shared[1:])
         paged_decode(
             q,
             kv.k[layer],
@@ -106,8 +123,9 @@ class TritonDecode:
             slots=metadata.rows,
             rotation=norm_rope,
             window=spec.window,
+            shared=shared,
             out=out,
-            workspace=self._backend.workspace(q, page_table),
+            workspace=self._backend.workspace(q, page_table, shared is not None),
         )
 
 

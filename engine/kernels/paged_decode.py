@@ -14,7 +14,7 @@ import torch
 import triton
 
 from engine.kernels.launch import launch_options, overlaps
-from engine.kernels.paged_decode_kernels import decode_kernel
+from engine.kernels.paged_decode_kernels import decode_kernel, prefix_kernel
 
 MAX_SPLITS = 32
 """Maximum splits of one sequence's keys; the combining program holds that many partial rows in registers."""
@@ -40,6 +40,15 @@ memory, two stages make a step of Qwen3-8B's shape 6.5% faster than four.
 """
 
 SINGLE_ROW_STAGES = 2
+
+PREFIX_ROWS = 64
+"""Query heads of a group's rows that one program attends with to their shared prefix: a tile of the tensor cores."""
+
+PREFIX_SPLITS = 8
+"""Maximum splits of a shared prefix. A multiple of two, and below MAX_SPLITS, which own and prefix splits share."""
+
+PREFIX_PROGRAMS_PER_SM = 2
+"""Programs per SM that the shared prefixes of a step are split into."""
 
 _INTERPRETER_SMS = 132
 _LOG2_E = 1.4426950408889634
@@ -74,10 +83,26 @@ class NormRope(NamedTuple):
     eps: float = 0.0
 
 
+class SharedPrefixes(NamedTuple):
+    """Groups of rows whose first pages are the same, for cascade attention. All int64 on the device.
+
+    - keys [at least b]: the number of leading keys that a row shares with its group, a multiple of the page size and at
+      most its position; 0 for a row without a group.
+    - members [G, prefix_members(H/KV)]: row + 1 of each member of each group, 0 for none. A group's first member exists
+      if any does. Members have equal `keys`.
+    - num_groups [1]: the number of groups with members.
+    """
+
+    keys: torch.Tensor
+    members: torch.Tensor
+    num_groups: torch.Tensor
+
+
 class DecodeWorkspace(NamedTuple):
     """Scratch of `paged_decode` for one batch shape. Launches on one stream may share it.
 
-    `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initialisation. `arrivals` [b, KV] int32
+    `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initialisation; splits of a shared prefix
+    come first. `arrivals` [b, KV] int32
     must be zero before the first launch; every launch resets it to zero.
     """
 
@@ -93,6 +118,17 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
     blocks = max(1, triton.cdiv(max_keys, block_keys))
     return Splits(min(MAX_SPLITS, SPLIT_PROGRAMS_PER_SM * num_sms // programs, blocks), block_keys)
+
+
+def prefix_members(group: int) -> int:
+    """Return how many rows share a program that reads their prefix, for `group` query heads per KV head."""
+    return max(1, PREFIX_ROWS // triton.next_power_of_2(group))
+
+
+def prefix_block(k_cache: torch.Tensor) -> int:
+    """Return the keys per iteration of a program that attends to a shared prefix."""
+    row_bytes = triton.next_power_of_2(k_cache.shape[3]) * k_cache.element_size()
+    return max(16, min(64, 16384 // row_bytes))
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
@@ -118,6 +154,7 @@ def paged_decode(
     slots: torch.Tensor | None = None,
     rotation: NormRope | None = None,
     window: int | None = None,
+    shared: SharedPrefixes | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
@@ -136,11 +173,12 @@ def paged_decode(
     - `rotation`: q and the new keys are raw projections; norm and rotate them first.
     - `window`: attend only to the last `window` keys, the newest included. Earlier pages are not read, their page-table
       entries may be 0.
+    - `shared`: read the keys that rows share once per group. Not with `window`.
     - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
-    - `workspace`: from `decode_workspace` for the same shapes and `num_splits`; None allocates it.
+    - `workspace`: from `decode_workspace` for the same shapes, `num_splits` and `shared`; None allocates it.
 
-    One launch on the current stream, with a grid fixed by shapes: safe to capture. Raises ValueError if shapes do not
-    match.
+    One launch on the current stream, or two with `shared`, with a grid fixed by shapes: safe to capture. Raises
+    ValueError if shapes do not match.
     """
     _, page_size, kv_heads, _ = k_cache.shape
     check_window(window)
@@ -159,32 +197,51 @@ def paged_decode(
         raise ValueError(
             f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides {out.stride()}"
         )
+    if shared is not None:
+        _check_shared(shared, batch, group, window)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
+    own_splits, prefix_splits = _places(splits.limit, shared is not None)
     if workspace is None:
-        workspace = _allocate(q, splits)
-    elif workspace.lse.shape != (batch, heads, splits.limit):
+        workspace = _allocate(q, own_splits + prefix_splits)
+    elif workspace.lse.shape != (batch, heads, own_splits + prefix_splits):
         raise ValueError(
             f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
-            f"{(batch, heads, splits.limit)}; take it from decode_workspace with the same arguments"
+            f"{(batch, heads, own_splits + prefix_splits)}; take it from decode_workspace with the same arguments"
         )
     norm_rope = rotation or NormRope(q, q)
     pdl = overlaps(q)
-    decode_kernel[(kv_heads, batch, splits.limit)](
-        q, k_new, v_new, k_cache, v_cache, page_table, positions if slots is None else slots, positions, out,
-        *workspace,
+    table = (page_table, positions if slots is None else slots, positions)
+    keys, members, num_groups = shared or (positions, positions, positions)
+    rotate = (
         q if norm_rope.q_norm is None else norm_rope.q_norm, q if norm_rope.k_norm is None else norm_rope.k_norm,
         norm_rope.cos, norm_rope.sin,
-        scale * _LOG2_E, norm_rope.eps, splits.limit, triton.cdiv(splits.min_keys, tiling.block_keys),
+    )  # fmt: skip
+    numbers = (scale * _LOG2_E, norm_rope.eps, own_splits + prefix_splits)
+    programs = PREFIX_PROGRAMS_PER_SM * _num_sms(q.device)
+    block = prefix_block(k_cache)
+    constants = {
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim)),
+        "PAGE": page_size, "PREFIX_SPLITS": prefix_splits, "BY_SLOT": slots is not None,
+        "NORM": norm_rope.q_norm is not None, "ROPE": rotation is not None, "PDL": pdl,
+        "PRECISION": "tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
+    }  # fmt: skip
+    if shared is not None:
+        prefix_kernel[(kv_heads, len(members), prefix_splits)](
+            q, k_cache, v_cache, *table, keys, members, num_groups, workspace.acc, workspace.lse,
+            rotate[0], *rotate[2:], *numbers, programs,
+            *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
+            GROUP_PAD=triton.next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
+            num_warps=4, num_stages=2, **constants, **launch_options(pdl),
+        )  # fmt: skip
+    decode_kernel[(kv_heads, batch, own_splits)](
+        q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
+        *rotate, *numbers, triton.cdiv(splits.min_keys, tiling.block_keys), programs,
         *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         *k_cache.stride()[:3], page_table.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size, BLOCK=tiling.block_keys,
-        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None,
-        PRECISION="tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three TF32 passes give float32 accuracy
-        BY_SLOT=slots is not None, NORM=norm_rope.q_norm is not None, ROPE=rotation is not None, PDL=pdl,
-        WINDOW=window or 0,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(pdl),
+        GROUP_PAD=max(16, triton.next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
+        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -196,12 +253,16 @@ def decode_workspace(
     *,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
+    shared: bool = False,
 ) -> DecodeWorkspace:
-    """Return scratch for `paged_decode` calls of these shapes. Reads only shapes, dtypes and devices of the tensors."""
+    """Return scratch for `paged_decode` calls of these shapes, `shared`: that share prefixes.
+
+    Reads only shapes, dtypes and devices of the tensors.
+    """
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q), kv_heads)
-    return _allocate(q, _splits(q, page_table.shape[1] * page_size, tiling, num_splits))
+    return _allocate(q, sum(_places(_splits(q, page_table.shape[1] * page_size, tiling, num_splits).limit, shared)))
 
 
 class DecodeScratch:
@@ -218,17 +279,21 @@ class DecodeScratch:
             ).limit
             for rows in range(1, max_rows + 1)
         ]
-        partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
-        max_combined = max(
-            (part for part, count in zip(partial_rows, self._splits, strict=True) if count > 1), default=0
-        )
+        places = [
+            (rows, sum(_places(splits, shared)))
+            for rows, splits in enumerate(self._splits, 1)
+            for shared in (False, True)
+        ]
+        max_combined = max((self._heads * rows * count for rows, count in places if count > 1), default=0)
         self._acc = torch.empty(max_combined * dim, dtype=torch.float32, device=q.device)
-        self._lse = torch.empty(max(partial_rows), dtype=torch.float32, device=q.device)
+        self._lse = torch.empty(
+            max(self._heads * rows * count for rows, count in places), dtype=torch.float32, device=q.device
+        )
         self._arrivals = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=q.device)
 
-    def of(self, rows: int) -> DecodeWorkspace:
-        """Return the workspace for a launch of `rows` rows."""
-        splits = self._splits[rows - 1]
+    def of(self, rows: int, shared: bool = False) -> DecodeWorkspace:
+        """Return the workspace for a launch of `rows` rows; `shared`: that share prefixes."""
+        splits = sum(_places(self._splits[rows - 1], shared))
         partial_rows = rows * self._heads * splits
         lse = self._lse[:partial_rows].view(rows, self._heads, splits)
         arrivals = self._arrivals[: rows * self._kv_heads].view(rows, self._kv_heads)
@@ -265,19 +330,24 @@ def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | No
     return choose_splits(q.shape[0], q.shape[1], max_keys, _num_sms(q.device), tiling.block_keys)
 
 
+def _places(splits: int, shared: bool) -> tuple[int, int]:
+    """Return how many partial results a row may have of its own keys, and of its prefix."""
+    return (min(splits, MAX_SPLITS - PREFIX_SPLITS), PREFIX_SPLITS) if shared else (splits, 0)
+
+
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return _INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _allocate(q: torch.Tensor, splits: Splits) -> DecodeWorkspace:
+def _allocate(q: torch.Tensor, splits: int) -> DecodeWorkspace:
     batch, kv_heads, group, dim = q.shape
     heads = kv_heads * group
-    lse = torch.empty((batch, heads, splits.limit), dtype=torch.float32, device=q.device)
-    if splits.limit == 1:  # programs write `out` directly: no combine, so arrivals need no zeroing launch
+    lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
+    if splits == 1:  # programs write `out` directly: no combine, so arrivals need no zeroing launch
         return DecodeWorkspace(lse, lse, torch.empty((batch, kv_heads), dtype=torch.int32, device=q.device))
-    acc = torch.empty((batch, heads, splits.limit, dim), dtype=torch.float32, device=q.device)
+    acc = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
     return DecodeWorkspace(acc, lse, torch.zeros((batch, kv_heads), dtype=torch.int32, device=q.device))
 
 
@@ -286,6 +356,20 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} must be {shape} with a dense last dimension, found {tuple(rows.shape)} strides {rows.stride()}"
         )
+
+
+def _check_shared(shared: SharedPrefixes, batch: int, group: int, window: int | None) -> None:
+    if window is not None:
+        raise ValueError(f"window is {window} and prefixes are shared: a window leaves out leading keys")
+    keys, members, num_groups = shared
+    wanted = prefix_members(group)
+    if len(keys) < batch or members.dim() != 2 or members.shape[1] != wanted or not members.is_contiguous():
+        raise ValueError(
+            f"shared must have keys of at least {batch} rows and contiguous members [groups, {wanted}], found "
+            f"{tuple(keys.shape)} and {tuple(members.shape)}"
+        )
+    if {tensor.dtype for tensor in shared} != {torch.int64}:
+        raise ValueError(f"shared must be int64, found {keys.dtype}, {members.dtype} and {num_groups.dtype}")
 
 
 def _check_cache(

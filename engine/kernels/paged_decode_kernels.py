@@ -1,8 +1,12 @@
 """Device code of paged decode attention: one program per KV head, row and split of the row's keys.
 
-paged_decode.py holds shapes, grids and checks. Everything that changes between replays (positions, page numbers) is
-read from device memory. Scores and accumulators are float32; the dot products run on the tensor cores with the group of
-query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
+With shared prefixes, `prefix_kernel` runs first: one program per KV head, group of rows and split of the keys that they
+share, which it reads once for all of them (cascade attention). `decode_kernel` then reads each row's other keys and
+merges both results.
+
+paged_decode.py holds shapes, grids and checks. Everything that changes between replays (positions, page numbers,
+groups) is read from device memory. Scores and accumulators are float32; the dot products run on the tensor cores with
+the group of query heads padded to 16 rows. Imports triton at the top: for CUDA (or Triton's interpreter) only.
 """
 
 from __future__ import annotations
@@ -14,13 +18,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _combine(
-    acc_ptr, lse_ptr, out_ptr, active, max_splits,
+    acc_ptr, lse_ptr, out_ptr, active, of_prefix, max_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of `active` splits for each head of the group; pointers start at the first head."""
+    """Merge the partial results of splits for each head of the group; pointers start at the first head.
+
+    `active` splits of the row's own keys follow PREFIX_SPLITS places, whose first `of_prefix` hold those of its prefix.
+    """
     splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
-    present = splits < active
+    present = splits < PREFIX_SPLITS + active
+    if PREFIX_SPLITS > 0:
+        present &= (splits < of_prefix) | (splits >= PREFIX_SPLITS)
     for head in range(GROUP):
         # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
         lse = tl.load(lse_ptr + head * max_splits + splits, mask=present, other=float("-inf"), cache_modifier=".cg")
@@ -35,12 +45,12 @@ def _combine(
 @triton.jit
 def _norm_rope(
     x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BY_ROW: tl.constexpr = False,
 ):  # fmt: skip
     """Return heads [rows, DIM_PAD], normed and rotated, float32. x_ptr [rows, 1]: address of each row's first element.
 
-    Loads each head a second time with its halves swapped, which avoids a shuffle between threads. The first half of
-    the sin table is negated.
+    `position`: of all rows, or with BY_ROW of each, [rows, 1]. Loads each head a second time with its halves swapped,
+    which avoids a shuffle between threads. The first half of the sin table is negated.
     """
     dims = tl.arange(0, DIM_PAD)
     other_half = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
@@ -53,9 +63,14 @@ def _norm_rope(
         if ROPE:
             x_other *= rstd * tl.load(norm_ptr + other_half, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
     if ROPE:
-        cos = tl.load(cos_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-        x = x * cos[None, :] + x_other * sin[None, :]
+        if BY_ROW:
+            cos = tl.load(cos_ptr + position * DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + position * DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            x = x * cos + x_other * sin
+        else:
+            cos = tl.load(cos_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+            sin = tl.load(sin_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+            x = x * cos[None, :] + x_other * sin[None, :]
     return x
 
 
@@ -80,40 +95,147 @@ def _append_kv(
 
 @triton.jit
 def _store_result(
-    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, active, max_splits,
+    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, active, of_prefix, max_splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Store a program's result: to `out` if it is the only split, else to scratch; the last arriving program merges."""
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
     out = out_ptr + row_head * GROUP * DIM
-    if active == 1:
+    if active + of_prefix == 1:
         tl.store(out + group[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         first_split = row_head * GROUP * max_splits
-        own_rows = first_split + group * max_splits + split
+        own_rows = first_split + group * max_splits + PREFIX_SPLITS + split
         tl.store(acc_ptr + own_rows[:, None] * DIM + dims[None, :], acc, mask=mask)
         tl.store(lse_ptr + own_rows, lse, mask=group < GROUP)
         # all warps store before the arrival, which releases these stores and acquires those of the other splits
         tl.debug_barrier()
         arrival = arrivals_ptr + row_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
-            _combine(acc_ptr + first_split * DIM, lse_ptr + first_split, out, active, max_splits,
-                     GROUP, DIM, DIM_PAD, SPLITS_PAD)  # fmt: skip
+            _combine(acc_ptr + first_split * DIM, lse_ptr + first_split, out, active, of_prefix, max_splits,
+                     GROUP, DIM, DIM_PAD, SPLITS_PAD, PREFIX_SPLITS)  # fmt: skip
             tl.store(arrival, 0)
 
 
+@triton.jit
+def _attend(
+    q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
+    ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """Return the attention of q [ROWS, DIM_PAD] over keys start..end and its log-sum-exp, base 2.
+
+    With SKIPS, keys before `first_key` are left out. `page` holds the page numbers of the first BLOCK keys.
+    """
+    dims = tl.arange(0, DIM_PAD)
+    keys = tl.arange(0, BLOCK)
+    dim_ok = dims < DIM
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for block_start in range(start, end, BLOCK):
+        key_index = block_start + keys
+        in_range = key_index < end
+        if SKIPS:
+            in_range &= key_index >= first_key
+        kv_offsets = (page.to(tl.int64) * cache_page + (key_index % PAGE) * cache_slot)[:, None] + dims[None, :]
+        page = tl.load(table + (key_index + BLOCK) // PAGE, mask=key_index + BLOCK < end, other=0)
+        if DIM == DIM_PAD:
+            k = tl.load(k_base + kv_offsets)
+        else:
+            k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
+        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values out of range are read as zero
+        v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(in_range[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        rescale = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+    return acc / row_sum[:, None], row_max + tl.log2(row_sum)
+
+
+@triton.jit
+def _prefix_blocks_each(keys, groups, programs, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Return how many blocks of a prefix each split reads, so that all groups have about `programs` programs."""
+    splits = tl.minimum(tl.maximum(programs // (KV_HEADS * tl.maximum(groups, 1)), 1), SPLITS)
+    return tl.cdiv(tl.cdiv(keys, BLOCK), splits)
+
+
+@triton.jit(do_not_specialize=["max_splits", "programs"])
+def prefix_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, shared_ptr, members_ptr, num_groups_ptr,
+    acc_ptr, lse_ptr, q_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_splits, programs,
+    q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, BY_SLOT: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries of a group's rows to the keys that all of them share, for one KV head and split.
+
+    Rows of the tile: GROUP_PAD heads of the first member, then those of the second, and so on.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    members = members_ptr + tl.program_id(1) * MEMBERS
+    split = tl.program_id(2)
+    first = tl.load(members) - 1
+    keys = tl.load(shared_ptr + first, mask=first >= 0, other=0).to(tl.int32)
+    each = BLOCK * _prefix_blocks_each(
+        keys, tl.load(num_groups_ptr).to(tl.int32), programs, KV_HEADS, BLOCK, PREFIX_SPLITS
+    )
+    start = split * each
+    end = tl.minimum(start + each, keys)
+    first = tl.maximum(first, 0)
+    table = table_ptr + (tl.load(slots_ptr + first) if BY_SLOT else first) * table_row
+    key_index = start + tl.arange(0, BLOCK)
+    page = tl.load(table + key_index // PAGE, mask=key_index < end, other=0)
+    tile = tl.arange(0, MEMBERS * GROUP_PAD)
+    head = tile % GROUP_PAD
+    row = tl.load(members + tile // GROUP_PAD) - 1
+    is_row = (row >= 0) & (head < GROUP)
+    row = tl.maximum(row, 0)
+    dims = tl.arange(0, DIM_PAD)
+    if PDL:
+        gdc_wait()  # programs without work too: `decode_kernel` waits only for this kernel, and needs the one before
+    if start >= keys:
+        return
+    mask = is_row[:, None] & (dims < DIM)[None, :]
+    heads = (q_ptr + row * q_row + kv_head * q_group + head * q_head)[:, None]
+    position = tl.load(positions_ptr + row)[:, None]
+    q = _norm_rope(heads, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE, BY_ROW=True)
+    acc, lse = _attend(
+        q.to(k_cache_ptr.dtype.element_ty), table, page, k_cache_ptr + kv_head * cache_head,
+        v_cache_ptr + kv_head * cache_head, start, end, 0, scale_log2, cache_page, cache_slot,
+        MEMBERS * GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, False,
+    )  # fmt: skip
+    place = ((row * KV_HEADS + kv_head) * GROUP + head) * max_splits + split
+    tl.store(acc_ptr + place[:, None] * DIM + dims[None, :], acc, mask=mask)
+    tl.store(lse_ptr + place, lse, mask=is_row)
+
+
 # splits differ between buckets; without specialisation all buckets of a model share one compiled kernel
-@triton.jit(do_not_specialize=["max_splits", "min_blocks"])
+@triton.jit(do_not_specialize=["max_splits", "min_blocks", "programs"])
 def decode_kernel(
-    q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, out_ptr,
-    acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps, max_splits, min_blocks,
+    q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, shared_ptr,
+    num_groups_ptr, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps,
+    max_splits, min_blocks, programs,
     q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Attend to a row's keys, with PREFIX_SPLITS above 0 to those after its shared prefix, for one KV head and split.
+
+    PREFIX_SPLITS and PREFIX_BLOCK are those of `prefix_kernel`, which ran before.
+    """
     if PDL:
         gdc_launch_dependents()
     # KV head fastest: adjacent programs read adjacent 256-byte rows. Split slowest: programs without work run last.
@@ -123,17 +245,24 @@ def decode_kernel(
 
     length = tl.load(positions_ptr + row).to(tl.int32) + 1
     blocks = tl.cdiv(length, BLOCK)
-    if WINDOW > 0:  # splits cover only blocks that hold a key of the window
+    SKIPS: tl.constexpr = WINDOW > 0 or PREFIX_SPLITS > 0
+    first_key = 0
+    of_prefix = 0
+    if WINDOW > 0:
         first_key = tl.maximum(length - WINDOW, 0)
-        first_block = first_key // BLOCK
-        blocks -= first_block
-    blocks_each = tl.maximum(tl.cdiv(blocks, max_splits), min_blocks)
+    if PREFIX_SPLITS > 0:
+        first_key = tl.load(shared_ptr + row).to(tl.int32)
+        groups = tl.load(num_groups_ptr).to(tl.int32)
+        prefix_each = _prefix_blocks_each(first_key, groups, programs, KV_HEADS, PREFIX_BLOCK, PREFIX_SPLITS)
+        of_prefix = tl.cdiv(first_key, PREFIX_BLOCK * tl.maximum(prefix_each, 1))
+    first_block = first_key // BLOCK  # splits cover only blocks that hold a key to read
+    blocks -= first_block
+    own_splits = max_splits - PREFIX_SPLITS
+    blocks_each = tl.maximum(tl.cdiv(blocks, own_splits), min_blocks)
     active = tl.cdiv(blocks, blocks_each)
     if split >= active:
         return
-    start = split * blocks_each * BLOCK
-    if WINDOW > 0:
-        start += first_block * BLOCK
+    start = (first_block + split * blocks_each) * BLOCK
     end = tl.minimum(start + blocks_each * BLOCK, length)
 
     group = tl.arange(0, GROUP_PAD)
@@ -167,32 +296,11 @@ def decode_kernel(
             )  # fmt: skip
         tl.debug_barrier()  # other threads of this program read that row in the loop below
 
-    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for block_start in range(start, end, BLOCK):
-        key_index = block_start + keys
-        in_range = key_index < end
-        if WINDOW > 0:
-            in_range &= key_index >= first_key
-        kv_offsets = (page.to(tl.int64) * cache_page + (key_index % PAGE) * cache_slot)[:, None] + dims[None, :]
-        page = tl.load(table + (key_index + BLOCK) // PAGE, mask=key_index + BLOCK < end, other=0)
-        if DIM == DIM_PAD:
-            k = tl.load(k_base + kv_offsets)
-        else:
-            k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
-        # a stale slot may hold NaN and 0 * NaN would poison the sum, so values out of range are read as zero
-        v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(in_range[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        rescale = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-        row_max = new_max
-
+    acc, lse = _attend(
+        q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
+        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS,
+    )  # fmt: skip
     _store_result(
-        acc / row_sum[:, None], row_max + tl.log2(row_sum), out_ptr, acc_ptr, lse_ptr, arrivals_ptr,
-        row * KV_HEADS + kv_head, split, active, max_splits, GROUP, GROUP_PAD, DIM, DIM_PAD, SPLITS_PAD,
+        acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head, split, active, of_prefix,
+        max_splits, GROUP, GROUP_PAD, DIM, DIM_PAD, SPLITS_PAD, PREFIX_SPLITS,
     )  # fmt: skip

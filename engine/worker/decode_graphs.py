@@ -14,17 +14,19 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import KVCache
-from engine.attention.metadata import DecodeMetadata
+from engine.attention.metadata import DecodeMetadata, SharedPrefixes
 from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
+from engine.worker.prefix_groups import MIN_MEMBERS
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
 from graph_cache.site import Site
 
 SITE = "decode"
+SHARED_SITE = "decode_shared"  # the step of rows that share prefixes
 Part = Callable[..., None]
 
 
@@ -35,17 +37,17 @@ def decode_site(
     buckets: Buckets,
     *,
     scope: str,
-    contexts: Sequence[int],
-    warm_contexts: Sequence[int],
+    contexts: Sequence[int] = (),
+    warm_contexts: Sequence[int] = (),
 ) -> Site:
-    """Build the decode site over `buffers` (see `decode_buffers`).
+    """Build the site of a decode step over `buffers` (see `decode_buffers`).
 
     `contexts` are the KV widths, in tokens, that attention can read; each is a graph variant. Empty if the attention
     backend reads lengths from device memory. `warm_contexts` are the ones to capture at warm-up.
     """
     is_by_layer = scope == "layer"
     return Site(
-        SITE,
+        SITE if step.prefix_group is None else SHARED_SITE,
         step.layer_parts() if is_by_layer else [step.run],
         buffers,
         buckets,
@@ -54,6 +56,13 @@ def decode_site(
         variants=[{"context": width} for width in contexts] or [{}],
         warm_variants=[{"context": width} for width in warm_contexts] or [{}],
         addresses=addresses,
+    )
+
+
+def shared_buckets(buckets: Buckets) -> Buckets:
+    """Return the buckets for rows that share prefixes: powers of two, and the largest. Padding rows cost little."""
+    return Buckets(
+        tuple(size for size in buckets if size == buckets.max or (size >= MIN_MEMBERS and size & (size - 1) == 0))
     )
 
 
@@ -73,7 +82,8 @@ class DecodeStep:
 
     The parts of `layer_parts` do the same work as `run`. Only `hidden` is passed from part to part: a graph's internal
     memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata. With
-    `keeps_hidden`, `run` leaves the output of the last layer in `hidden` too.
+    `keeps_hidden`, `run` leaves the output of the last layer in `hidden` too. `prefix_group`: attention reads the
+    prefixes that rows share in this cache group once, as the state says.
     """
 
     def __init__(
@@ -84,8 +94,9 @@ class DecodeStep:
         layout: Layout,
         states: RecurrentStates | None = None,
         keeps_hidden: bool = False,
+        prefix_group: int | None = None,
     ):
-        self.model = model
+        self.model, self.prefix_group = model, prefix_group
         self._keeps_hidden = keeps_hidden
         self._attention, self._sampler, self._layout, self._states = attention, sampler, layout, states
 
@@ -126,7 +137,11 @@ class DecodeStep:
     def _context(self, state: Tensor, rows: int, context: int | None) -> ForwardContext:
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]
-        attention = self._attention.decode(DecodeMetadata(views.page_tables, slots, positions, context))
+        shared = None
+        if self.prefix_group is not None:
+            members = views.prefix_members[: -(-rows // MIN_MEMBERS)]
+            shared = SharedPrefixes(self.prefix_group, views.shared_keys[:rows], members, views.prefix_groups)
+        attention = self._attention.decode(DecodeMetadata(views.page_tables, slots, positions, context, shared))
         states = None if self._states is None else StepStates(self._states, slots)
         return ForwardContext(self.model.rope(positions), attention, slots, states)
 

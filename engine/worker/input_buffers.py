@@ -14,20 +14,26 @@ import torch
 
 from engine.attention.metadata import SlotState
 from engine.scheduling.batch import Batch
+from engine.worker.prefix_groups import MIN_MEMBERS, group_by_prefix
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 
 
 class Layout(NamedTuple):
-    """Layout of the decode state in one tensor, so that one small copy and one scatter update any part of it."""
+    """Layout of the decode state in one tensor, so that one small copy and one scatter update any part of it.
+
+    `prefix_members`: rows that may share a prefix, 0 if attention doesn't share them.
+    """
 
     max_num_seqs: int
     pages_per_slot: int
     groups: int = 1
+    prefix_members: int = 0
 
     @property
     def size(self) -> int:
         """Number of elements in total."""
-        return self.page_start + self.groups * self.table_size
+        shared = self.max_num_seqs + 1 + self.prefix_groups * self.prefix_members if self.prefix_members else 0
+        return self.shared_start + shared
 
     @property
     def token_start(self) -> int:
@@ -42,14 +48,28 @@ class Layout(NamedTuple):
         """Number of elements of one group's page tables."""
         return (self.max_num_seqs + 1) * self.pages_per_slot
 
+    @property
+    def prefix_groups(self) -> int:
+        """Maximum number of groups of rows that share a prefix."""
+        return -(-self.max_num_seqs // MIN_MEMBERS) if self.prefix_members else 0
+
+    @property
+    def shared_start(self) -> int:
+        return self.page_start + self.groups * self.table_size
+
     def views(self, state: Any) -> SlotState:
         """Return the parts of a contiguous tensor or array [size] as views."""
         rows = self.max_num_seqs
+        shared = state[self.shared_start :]
+        keys = shared[: rows if self.prefix_members else 0]
         return SlotState(
             state[:rows],
             state[rows : 2 * rows],
             state[2 * rows : self.page_start],
-            state[self.page_start :].reshape(self.groups, rows + 1, self.pages_per_slot),
+            state[self.page_start : self.shared_start].reshape(self.groups, rows + 1, self.pages_per_slot),
+            keys,
+            shared[len(keys) + 1 :].reshape(self.prefix_groups, self.prefix_members),
+            shared[len(keys) : len(keys) + 1],
         )
 
 
@@ -82,12 +102,20 @@ class DecodeInputs:
     """Computes what a step must write to the decode state. Calls must come in the order of the work on the device.
 
     Nothing is read back from the device: a host mirror tracks what was uploaded and what steps advanced, and `changes`
-    returns the differences. `windows` are the cache groups' windows, None for full attention.
+    returns the differences. `windows` are the cache groups' windows, None for full attention. `min_saved`: rows share
+    prefixes if attention then reads this many tokens less.
     """
 
-    def __init__(self, layout: Layout, page_size: int, windows: Sequence[int | None] = (None,)):
+    def __init__(
+        self, layout: Layout, page_size: int, windows: Sequence[int | None] = (None,), min_saved: int = sys.maxsize
+    ):
         self._layout = layout
         self._page_size = page_size
+        self._min_saved = min_saved
+        # The cache group whose pages rows share: attention within a window leaves out the first ones.
+        self.prefix_group = list(windows).index(None) if layout.prefix_members and None in windows else None
+        self.shares_prefixes = False
+        """Whether the rows of the last `changes` share prefixes: its step may read them from the state."""
         self._window_groups = [group for group, window in enumerate(windows) if window is not None]
         self._mirror = np.zeros(layout.size, np.int64)
         self._mirror_views: SlotState = layout.views(self._mirror)
@@ -99,7 +127,6 @@ class DecodeInputs:
         self._num_freed = np.zeros((layout.groups, layout.max_num_seqs), np.int64)
         # The current rows: their leases and slots, and for how many more steps their pages suffice.
         self._leases: list[int] = []
-        self._bucket = 0
         self._slots = np.zeros(0, np.int64)
         self._steps_until_pages = 0
         self._unapplied_steps = 0  # steps enqueued but not yet added to `_token_positions` and the mirror
@@ -130,19 +157,23 @@ class DecodeInputs:
         self._num_pages.fill(0)
         self._num_freed.fill(0)
         self._leases = []
+        self._slots = np.zeros(0, np.int64)
         self._unapplied_steps = 0
 
-    def changes(self, batch: Batch, bucket: int) -> np.ndarray | None:
-        """Return what makes row i the batch's decode i, and the remaining rows up to `bucket` padding.
+    def changes(self, batch: Batch) -> np.ndarray | None:
+        """Return what makes row i the batch's decode i, and all other rows padding.
 
         The result is int64 [2, n], unique indices and values, or None. If the leases equal those of the last call, the
         rows are already right: the step itself advanced them. Otherwise the rows that differ change, and the tokens
         that the device didn't sample itself. In both cases new pages of rows that need more are written.
         """
-        if bucket != self._bucket or batch.leases != self._leases:
-            self._set_rows(batch, bucket)
+        has_new_rows = batch.leases != self._leases
+        if has_new_rows:
+            self._set_rows(batch)
         if self._steps_until_pages <= 0:
             self._write_pages(batch)
+        if has_new_rows and self.prefix_group is not None:
+            self._group_rows(self.prefix_group, np.array(batch.positions, np.int64))
         self._steps_until_pages -= 1
         if self._window_groups:
             self._clear_freed_pages(batch)
@@ -173,18 +204,16 @@ class DecodeInputs:
             self._mirror_views.positions[: len(self._slots)] += self._unapplied_steps
             self._unapplied_steps = 0
 
-    def _set_rows(self, batch: Batch, bucket: int) -> None:
+    def _set_rows(self, batch: Batch) -> None:
         self._apply_advances()
         rows, layout = len(batch.decodes), self._layout
-        self._leases, self._bucket, self._steps_until_pages = batch.leases, bucket, 0
+        count = max(rows, len(self._slots))  # those after are padding already
+        self._leases, self._steps_until_pages = batch.leases, 0
         self._slots = slots = np.array([request.slot for request in batch.decodes], np.int64)
-        new_rows = np.zeros((2, bucket), np.int64)
+        new_rows = np.zeros((2, count), np.int64)
         new_rows[0, :rows], new_rows[1, :rows] = slots + 1, batch.positions
         for start, row in zip((0, layout.max_num_seqs), new_rows, strict=True):
-            current = self._mirror[start : start + bucket]
-            if len(changed := np.flatnonzero(current != row)):
-                self._changes.append((changed + start, row[changed]))
-            current[:] = row
+            self._replace(start, row)
         missing = np.flatnonzero(self._token_positions[slots] != new_rows[1, :rows]).tolist()
         if missing:
             self._token_positions[slots] = new_rows[1, :rows]
@@ -223,6 +252,20 @@ class DecodeInputs:
             self._write(indices, values)
         self._steps_until_pages = int((self._num_pages[slots] * size - positions).min())
 
+    def _group_rows(self, group: int, positions: np.ndarray) -> None:
+        """Find rows that share their first pages and write their groups, if sharing them saves enough."""
+        self.shares_prefixes = False
+        if len(positions) * positions.max(initial=0) < self._min_saved:
+            return
+        layout, views = self._layout, self._mirror_views
+        tables = views.page_tables[group, self._slots + 1, : positions.max(initial=0) // self._page_size + 1]
+        found = group_by_prefix(tables, positions, self._page_size, layout.prefix_groups, layout.prefix_members)
+        if found.saved >= self._min_saved:
+            self.shares_prefixes = True
+            keys = np.zeros(layout.max_num_seqs, np.int64)
+            keys[: len(found.keys)] = found.keys
+            self._replace(layout.shared_start, np.concatenate((keys, [found.num_groups], found.members.ravel())))
+
     def _clear_freed_pages(self, batch: Batch) -> None:
         """Set the table entries of pages that left a window to 0: another request may own those pages now."""
         for group in self._window_groups:
@@ -238,6 +281,13 @@ class DecodeInputs:
     def _table_start(self, group: int, slot: int) -> int:
         layout = self._layout
         return layout.page_start + group * layout.table_size + (slot + 1) * layout.pages_per_slot
+
+    def _replace(self, start: int, values: np.ndarray) -> None:
+        """Set the entries of the state from `start` on that differ from the values."""
+        current = self._mirror[start : start + len(values)]
+        if len(changed := np.flatnonzero(current != values)):
+            self._changes.append((changed + start, values[changed]))
+        current[:] = values
 
     def _write(self, indices: list[int], values: list[int]) -> None:
         """Set single entries of the state. Indices must be unique within a step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,14 @@ from engine.sampling.sampler import Sampler, prompt_logprobs
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.utils.async_copy import Download, ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
-from engine.worker.decode_graphs import SITE, DecodeStep, decode_site, model_addresses
+from engine.worker.decode_graphs import (
+    SHARED_SITE,
+    SITE,
+    DecodeStep,
+    decode_site,
+    model_addresses,
+    shared_buckets,
+)
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.packed_graphs import (
     MAX_MIXED_DECODES,
@@ -61,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 PREFILL_EAGER = "phase_not_captured"
 MIN_VERIFY_TOKENS = 64  # room for drafts of a few requests, however small the batch
+MIN_SHARED_BYTES = 16 << 20  # keys and values of a layer that sharing prefixes must save: it costs a launch
 PROMPT_LOGPROB_ROWS = 256  # rows of logits materialised at once for prompt logprobs
 
 
@@ -87,7 +96,8 @@ class ModelRunner:
         self.attention = choose_backend(list(self.kv.paged.values()), dtype, device)(self.kv, config.max_num_seqs)
         self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
-        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups))
+        members = self.attention.prefix_members(spec.num_heads // max(1, spec.num_kv_heads))
+        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), members if config.enable_prefix_caching else 0)
         # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
         self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
         self.prefill_buckets = PackedBuckets(
@@ -108,7 +118,13 @@ class ModelRunner:
             layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device, self.step_model.logits_dtype
         )
         self.state = layout.views(self.buffers["state"])
-        self.inputs = DecodeInputs(layout, config.page_size, [group.window for group in self.kv.groups])
+        token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * dtype.itemsize  # of a layer
+        self.inputs = DecodeInputs(
+            layout,
+            config.page_size,
+            [group.window for group in self.kv.groups],
+            min_saved=-(-MIN_SHARED_BYTES // max(1, token_bytes)),
+        )
         self.cache = GraphCache(
             config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
         )
@@ -117,19 +133,24 @@ class ModelRunner:
         greedy = GreedySampler(max_rows, spec.vocab_size, device)
         has_dynamic_lengths = self.attention.support.dynamic_lengths or not self.kv.groups
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
+        make_step = partial(
+            DecodeStep, self.step_model, self.attention, greedy, layout, self.states, config.enable_return_hidden_states
+        )
+        make_site = partial(
+            decode_site, addresses=addresses, buffers=self.buffers, scope=self.cache.config.inference_scope
+        )
+        row_buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
         self.site = self.cache.add_site(
-            decode_site(
-                DecodeStep(
-                    self.step_model, self.attention, greedy, layout, self.states, config.enable_return_hidden_states
-                ),
-                addresses,
-                self.buffers,
-                Buckets.for_limit(config.max_num_seqs, config.graph_buckets),
-                scope=self.cache.config.inference_scope,
+            make_site(
+                make_step(),
+                buckets=row_buckets,
                 contexts=self.contexts,
                 warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
             )
         )
+        if self.inputs.prefix_group is not None:
+            shared_step = make_step(prefix_group=self.inputs.prefix_group)
+            self.cache.add_site(make_site(shared_step, buckets=shared_buckets(row_buckets)))
         self.packed_steps: dict[Phase, PackedStep] = {}
         for buckets in (self.prefill_buckets, self.verify_buckets):
             if buckets is not None:
@@ -306,10 +327,10 @@ class ModelRunner:
         ]
 
     def _prepare_decode(self, batch: Batch) -> DecodeInput:
-        variant = self._variant(batch)
-        bucket = self.cache.plan(SITE, len(batch.decodes), **variant).bucket
+        variant, changes = self._variant(batch), self.inputs.changes(batch)
+        site = SHARED_SITE if self.inputs.shares_prefixes else SITE
+        bucket = self.cache.plan(site, len(batch.decodes), **variant).bucket
         assert bucket is not None  # the largest bucket is max_num_seqs
-        changes = self.inputs.changes(batch, bucket)
         self.inputs.advance()
         slots = [request.slot for request in batch.decodes]
         wanted = [
@@ -317,7 +338,7 @@ class ModelRunner:
             for row, request in enumerate(batch.decodes)
             if request.params.return_hidden_states
         ]
-        return DecodeInput(slots, batch.positions, bucket, variant, changes, wanted)
+        return DecodeInput(slots, batch.positions, site, bucket, variant, changes, wanted)
 
     def _variant(self, batch: Batch) -> dict[str, int]:
         """Return the graph variant for these decodes: the context bucket, if attention uses one."""
@@ -458,7 +479,7 @@ class ModelRunner:
         if step.changes is not None:
             indices, values = upload(torch.from_numpy(step.changes), self.device)
             self.buffers["state"].index_copy_(0, indices, values)
-        ran = self.cache.run(self.cache.plan(SITE, rows, **step.variant))
+        ran = self.cache.run(self.cache.plan(step.site, rows, **step.variant))
         output.graph_bucket = ran.bucket if ran.is_graph else None
 
     def _sample_decodes(self, step: DecodeInput, output: AsyncStepOutput) -> None:

@@ -26,6 +26,7 @@ class DecodeInput:
     """Rows that advance by one token.
 
     - slots, positions: per row, its slot and the position of its newest token.
+    - site: the name of the step's site: that of rows that share prefixes, or the other.
     - bucket: the padded number of rows.
     - variant: the keyword values of the graph's key.
     - changes: int64 [2, n], indices into the decode state and the values to write there; None if nothing changed.
@@ -34,6 +35,7 @@ class DecodeInput:
 
     slots: list[int]
     positions: list[int]
+    site: str
     bucket: int
     variant: dict[str, Any]
     changes: np.ndarray | None

@@ -37,8 +37,8 @@ class Device:
         """Return what the last load uploaded, as (index in the state, value) pairs."""
         return self._sent
 
-    def load(self, batch: Batch, bucket: int) -> None:
-        changes = self.inputs.changes(batch, bucket)
+    def load(self, batch: Batch) -> None:
+        changes = self.inputs.changes(batch)
         self._sent: list[tuple[int, int]] = []
         if changes is not None:
             indices, values = torch.from_numpy(changes)
@@ -130,8 +130,8 @@ def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps):
             device.inputs.reset()
         bucket = BUCKETS.round_up(len(requests))
         batch = batch_of(requests)
-        device.load(batch, bucket)
-        check(device.state, requests, bucket)
+        device.load(batch)
+        check(device.state, requests, ROWS)
         device.step(bucket)
         device.inputs.advance()
         for request in requests:
@@ -142,7 +142,7 @@ def test_after_any_sequence_of_steps_the_state_equals_a_naive_fill(steps):
 def advance(device: Device, requests: list[Request], bucket: int) -> None:
     """Run a step and update its requests like the scheduler; the host doesn't read the token."""
     batch = batch_of(requests)
-    device.load(batch, bucket)
+    device.load(batch)
     device.step(bucket)
     device.inputs.advance()
     for request in requests:
@@ -180,8 +180,8 @@ def test_a_reused_slot_gets_the_new_requests_token_and_pages_at_the_same_positio
     new = a_request("new", 2, [8, 9], 6)  # its token is at the position of the old request's next one
     new.token_ids[5] = 77
     device.inputs.assign_slot(2)
-    device.load(batch_of([new]), 1)
-    check(device.state, [new], 1)
+    device.load(batch_of([new]))
+    check(device.state, [new], ROWS)
 
 
 def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
@@ -190,7 +190,7 @@ def test_a_token_that_neither_device_nor_host_knows_is_an_error_not_a_guess():
     advance(device, [request], 1)
     device.inputs.reset()
     with pytest.raises(IndexError):
-        device.load(batch_of([request]), 1)
+        device.load(batch_of([request]))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -203,7 +203,7 @@ def test_the_buffers_are_the_shapes_that_the_decode_site_reads(rows):
         "next_tokens": ((rows,), torch.int64),
     }  # fmt: skip
     parts = LAYOUT.views(buffers["state"])
-    assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (1, 9, PAGES)]
+    assert [tuple(part.shape) for part in parts] == [(8,), (8,), (9,), (1, 9, PAGES), (0,), (0, 0), (0,)]
     buffers["state"].copy_(torch.arange(LAYOUT.size))
     assert torch.cat([part.reshape(-1) for part in parts]).tolist() == list(range(LAYOUT.size))
 
@@ -217,10 +217,50 @@ def test_tables_of_two_groups_may_differ_in_length_and_lose_their_beginnings():
     request.page_tables, request.num_freed = [[5, 6], [7]], [0, 0]
     for tables, freed in (([[5, 6], [7]], [0, 0]), ([[5, 6], [7, 8]], [0, 0]), ([[5, 6], [0, 8]], [0, 1])):
         request.page_tables, request.num_freed = tables, freed
-        indices, values = torch.from_numpy(inputs.changes(batch_of([request]), 1))
+        indices, values = torch.from_numpy(inputs.changes(batch_of([request])))
         buffers["state"].index_copy_(0, indices, values)
         used = request.num_computed // PAGE_SIZE + 1
         for group, table in enumerate(tables):
             assert state.page_tables[group, 4, :used].tolist() == table[:used]
         inputs.advance()
         request.num_computed += 1
+
+
+def test_rows_that_share_their_first_pages_are_grouped_while_sharing_saves_enough():
+    layout = Layout(ROWS, PAGES, prefix_members=4)
+    buffers = decode_buffers(layout, ROWS, 4, 10, torch.float32, torch.device("cpu"), torch.float32)
+    inputs = DecodeInputs(layout, PAGE_SIZE, min_saved=3 * 2 * PAGE_SIZE)
+    state = layout.views(buffers["state"])
+
+    def load(requests: list[Request]) -> None:
+        changes = inputs.changes(batch_of(requests))
+        if changes is not None:
+            buffers["state"].index_copy_(0, *torch.from_numpy(changes))
+        inputs.advance()
+
+    alike = [a_request(f"{slot}", slot, [5, 6, 10 + slot], 2 * PAGE_SIZE + 1) for slot in (1, 3, 4, 6)]
+    other = a_request("other", 0, [20, 21, 22], 2 * PAGE_SIZE + 2)
+    rows = [alike[0], other, *alike[1:]]
+    load(rows)
+    assert inputs.shares_prefixes
+    assert state.shared_keys.tolist() == [8, 0, 8, 8, 8, 0, 0, 0]
+    assert state.prefix_members.tolist() == [[1, 3, 4, 5], [0, 0, 0, 0]] and state.prefix_groups.tolist() == [1]
+    for request in rows:
+        request.token_ids.append(7)
+        request.num_computed += 1
+    assert inputs.changes(batch_of(rows)) is None and inputs.shares_prefixes  # the same rows, one step later
+    load(rows[:3])
+    assert not inputs.shares_prefixes  # two rows alike save less than is asked for
+    load(rows)
+    assert inputs.shares_prefixes and state.prefix_groups.tolist() == [1]
+    inputs.reset()
+    buffers["state"].zero_()
+    load(rows)
+    assert inputs.shares_prefixes and state.shared_keys.tolist() == [8, 0, 8, 8, 8, 0, 0, 0]
+
+
+def test_rows_share_no_pages_of_groups_with_a_window():
+    layout = Layout(ROWS, PAGES, 2, prefix_members=4)
+    assert DecodeInputs(layout, PAGE_SIZE, (PAGE_SIZE, None)).prefix_group == 1
+    assert DecodeInputs(layout, PAGE_SIZE, (PAGE_SIZE, PAGE_SIZE)).prefix_group is None
+    assert DecodeInputs(Layout(ROWS, PAGES), PAGE_SIZE).prefix_group is None

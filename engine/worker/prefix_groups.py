@@ -1,0 +1,63 @@
+"""Group decode rows whose first pages are the same, for attention that reads them once (cascade attention)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+MIN_MEMBERS = 4
+"""Fewest rows that share a page for it to count as shared. Also bounds the number of groups."""
+
+
+class PrefixGroups(NamedTuple):
+    """Groups of b rows that share their first pages. No row is in two groups.
+
+    - keys int64 [b]: the number of leading tokens that a row shares with its group, whole pages; 0 without a group.
+    - members int64 [max_groups, max_members]: row + 1 of each member, 0 for none. Used groups come first.
+    - num_groups: number of used groups.
+    - saved: number of tokens that attention need not read again.
+    """
+
+    keys: np.ndarray
+    members: np.ndarray
+    num_groups: int
+    saved: int
+
+
+def group_by_prefix(
+    tables: np.ndarray, positions: np.ndarray, page_size: int, max_groups: int, max_members: int
+) -> PrefixGroups:
+    """Group rows by the longest sequence of first pages that at least MIN_MEMBERS rows share.
+
+    `tables` int64 [b, P] are the rows' pages, 0 where a row has none; `positions` int64 [b] those of their newest
+    tokens. Only pages before the newest token are shared, which no step writes again. Groups of more than `max_members`
+    rows are divided. If there are more than `max_groups`, those that save most are kept.
+    """
+    num_pages = np.minimum(positions // page_size, tables.shape[1])
+    width = int(num_pages.max(initial=0))
+    tables = np.where(np.arange(width) < num_pages[:, None], tables[:, :width], 0)
+    times_read = np.bincount(tables.ravel(), minlength=1)
+    times_read[0] = 0
+    is_shared = times_read[tables] >= MIN_MEMBERS
+    depths = np.where(is_shared.all(axis=1), width, is_shared.argmin(axis=1)) if width else num_pages
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    for row in np.flatnonzero(depths).tolist():
+        depth = int(depths[row])
+        rows_of.setdefault((depth, int(tables[row, depth - 1])), []).append(row)
+
+    found: list[tuple[int, int, list[int]]] = []
+    for (depth, _), rows in rows_of.items():
+        first = tables[rows[0], :depth]
+        same = [row for row in rows if np.array_equal(tables[row, :depth], first)]
+        for start in range(0, len(same), max_members):
+            part = same[start : start + max_members]
+            if len(part) > 1:
+                found.append(((len(part) - 1) * depth * page_size, depth * page_size, part))
+    found = sorted(found, key=lambda group: group[0], reverse=True)[:max_groups]
+
+    keys, members = np.zeros(len(tables), np.int64), np.zeros((max_groups, max_members), np.int64)
+    for index, (_, shared, rows) in enumerate(found):
+        keys[rows] = shared
+        members[index, : len(rows)] = np.array(rows) + 1
+    return PrefixGroups(keys, members, len(found), sum(saved for saved, _, _ in found))
