@@ -48,13 +48,15 @@ def encore_config(folder: str, args: argparse.Namespace) -> EngineConfig:
     from engine import EngineConfig
 
     return EngineConfig(
-        model=folder,
-        load_format="dummy",
-        max_model_len=min(args.context, SHAPES[args.shape]["max_position_embeddings"]),
-        warmup="full",
-        graph_manifest="none",
-        enable_prefix_caching=False,
-        **args.settings,
+        **{
+            "model": folder,
+            "load_format": "dummy",
+            "max_model_len": min(args.context, SHAPES[args.shape]["max_position_embeddings"]),
+            "warmup": "full",
+            "graph_manifest": "none",
+            "enable_prefix_caching": False,
+        }
+        | args.settings
     )
 
 
