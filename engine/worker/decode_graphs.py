@@ -19,7 +19,7 @@ from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
-from engine.worker.prefix_groups import MIN_MEMBERS
+from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
@@ -139,7 +139,7 @@ class DecodeStep:
         slots, positions = views.slots[:rows], views.positions[:rows]
         shared = None
         if self.prefix_group is not None:
-            members = views.prefix_members[: -(-rows // MIN_MEMBERS)]
+            members = views.prefix_members[: max_groups_of(rows)]
             shared = SharedPrefixes(self.prefix_group, views.shared_keys[:rows], members, views.prefix_groups)
         attention = self._attention.decode(DecodeMetadata(views.page_tables, slots, positions, context, shared))
         states = None if self._states is None else StepStates(self._states, slots)

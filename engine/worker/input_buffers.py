@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.metadata import SlotState
 from engine.scheduling.batch import Batch
-from engine.worker.prefix_groups import MIN_MEMBERS, group_by_prefix
+from engine.worker.prefix_groups import group_by_prefix, max_groups_of
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 
 
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     @property
     def prefix_groups(self) -> int:
         """Maximum number of groups of rows that share a prefix."""
-        return -(-self.max_num_seqs // MIN_MEMBERS) if self.prefix_members else 0
+        return max_groups_of(self.max_num_seqs) if self.prefix_members else 0
 
     @property
     def shared_start(self) -> int:

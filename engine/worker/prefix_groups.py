@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_MEMBERS = 4
-"""Fewest rows that share a page for it to count as shared. Also bounds the number of groups."""
+"""Fewest rows that share a page for it to count as shared. There is at most one group per MIN_MEMBERS rows."""
 
 
 class PrefixGroups(NamedTuple):
@@ -25,6 +25,11 @@ class PrefixGroups(NamedTuple):
     saved: int
 
 
+def max_groups_of(rows: int) -> int:
+    """Return the maximum number of groups among this many rows."""
+    return -(-rows // MIN_MEMBERS)
+
+
 def group_by_prefix(
     tables: np.ndarray, positions: np.ndarray, page_size: int, max_groups: int, max_members: int
 ) -> PrefixGroups:
@@ -32,7 +37,7 @@ def group_by_prefix(
 
     `tables` int64 [b, P] are the rows' pages, 0 where a row has none; `positions` int64 [b] those of their newest
     tokens. Only pages before the newest token are shared, which no step writes again. Groups of more than `max_members`
-    rows are divided. If there are more than `max_groups`, those that save most are kept.
+    rows are divided. If there are more than `max_groups`, or than `max_groups_of(b)`, those that save most are kept.
     """
     num_pages = np.minimum(positions // page_size, tables.shape[1])
     width = int(num_pages.max(initial=0))
@@ -54,7 +59,7 @@ def group_by_prefix(
             part = same[start : start + max_members]
             if len(part) > 1:
                 found.append(((len(part) - 1) * depth * page_size, depth * page_size, part))
-    found = sorted(found, key=lambda group: group[0], reverse=True)[:max_groups]
+    found = sorted(found, key=lambda group: group[0], reverse=True)[: min(max_groups, max_groups_of(len(tables)))]
 
     keys, members = np.zeros(len(tables), np.int64), np.zeros((max_groups, max_members), np.int64)
     for index, (_, shared, rows) in enumerate(found):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.worker.prefix_groups import MIN_MEMBERS, group_by_prefix
+from engine.worker.prefix_groups import MIN_MEMBERS, group_by_prefix, max_groups_of
 
 PAGE, WIDTH = 4, 6
 
@@ -59,8 +59,17 @@ def test_members_read_the_same_pages_before_their_newest_token(batch, max_groups
         assert len({tuple(rows[row][:pages]) for row in members}) == 1 and 0 not in rows[members[0]][:pages]
         seen |= set(members)
         saved += (len(members) - 1) * shared
-    assert found.saved == saved
+    assert found.saved == saved and found.num_groups <= max_groups_of(len(rows))  # others, no graph would read
     assert {row for row in range(len(rows)) if found.keys[row]} == seen
+
+
+def test_prompts_that_branch_often_have_no_more_groups_than_the_graphs_of_their_bucket_read():
+    rows = [[1, 2, 3, 4, 5, 100 + row] for row in range(4)]
+    rows += [[*range(1, depth + 1), 10 * depth + row] for depth in (4, 3, 2, 1) for row in range(2)]
+    found = group(rows, max_groups=64)
+    assert (
+        found.num_groups == max_groups_of(12) == 3 and found.keys.tolist() == [20] * 4 + [16] * 2 + [12] * 2 + [0] * 4
+    )
 
 
 def test_samples_of_one_prompt_are_one_group():
