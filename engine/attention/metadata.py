@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from engine.kernels.shared_prefixes import SharedPrefixes
+
 
 class SlotState(NamedTuple):
     """Per-slot state on the device, as views of one int64 tensor (or array). Slot s is entry s + 1; entry 0 is padding.
@@ -15,8 +17,8 @@ class SlotState(NamedTuple):
     - positions [max_num_seqs]: the position of each row's token in its sequence.
     - last_tokens [max_num_seqs + 1]: the newest token of each entry.
     - page_tables [groups, max_num_seqs + 1, pages]: the page table of each cache group.
-    - shared_keys [max_num_seqs], prefix_members [G, M], prefix_groups [1]: see SharedPrefixes. Without elements if the
-      attention backend doesn't share prefixes.
+    - shared_keys [max_num_seqs], prefix_members [G, M], num_prefix_groups [1]: see SharedPrefixes. Without elements if
+      no rows share prefixes.
 
     The first b rows of slots and positions are the inputs of bucket b; a decode step advances the positions (see
     engine/worker/decode_graphs.py). Entry 0 stays 0 (scratch page, token 0), so that padded rows are deterministic.
@@ -28,30 +30,15 @@ class SlotState(NamedTuple):
     page_tables: Any
     shared_keys: Any
     prefix_members: Any
-    prefix_groups: Any
-
-
-class SharedPrefixes(NamedTuple):
-    """Rows whose first pages are the same in a cache group without a window, all int64 on the device.
-
-    - group: the cache group.
-    - keys [b]: number of leading tokens that row i shares with other rows, whole pages; 0 for none.
-    - members [G, M]: row + 1 of the rows that share them, 0 for none.
-    - num_groups [1]: number of groups of rows that have members.
-    """
-
-    group: int
-    keys: Tensor
-    members: Tensor
-    num_groups: Tensor
+    num_prefix_groups: Any
 
 
 class DecodeMetadata(NamedTuple):
     """One token per row, b rows: row i is at `positions[i]` and attends to the pages of entry `rows[i]`.
 
     `page_tables` [groups, entries, P] and `rows`, `positions` [b] are int64 on the device. `context` bounds the tokens
-    that a backend without dynamic lengths reads; None: P pages. `shared`: what a backend may read
-    once for several rows, see `AttentionBackend.prefix_members`.
+    that a backend without dynamic lengths reads; None: P pages. `shared`: which rows share their first pages in the
+    cache group `prefix_group`, for a backend with `prefix_members`.
     """
 
     page_tables: Tensor
@@ -59,6 +46,7 @@ class DecodeMetadata(NamedTuple):
     positions: Tensor
     context: int | None = None
     shared: SharedPrefixes | None = None
+    prefix_group: int | None = None
 
 
 class PrefillMetadata(NamedTuple):

@@ -18,7 +18,6 @@ from engine.kernels.paged_decode import (
     DecodeScratch,
     DecodeWorkspace,
     NormRope,
-    SharedPrefixes,
     by_kv_head,
     paged_decode,
     prefix_members,
@@ -50,7 +49,7 @@ class TritonBackend:
 
     def __init__(self, kv: KVCache, max_rows: int):
         self._kv, self._max_rows = kv, max_rows
-        self._scratch: DecodeScratch | None = None
+        self._scratch: dict[bool, DecodeScratch] = {}
         self.hopper = _hopper_kernels(kv)
 
     @property
@@ -83,9 +82,9 @@ class TritonBackend:
 
         Allocated in the first warm-up run: in a capture, it would belong to that graph's memory pool alone.
         """
-        if self._scratch is None:
-            self._scratch = DecodeScratch(self._max_rows, q, self._kv.storage[0][0], page_table)
-        return self._scratch.of(len(q), shared)
+        if shared not in self._scratch:
+            self._scratch[shared] = DecodeScratch(self._max_rows, q, self._kv.storage[0][0], page_table, shared)
+        return self._scratch[shared].of(len(q))
 
 
 class TritonDecode:
@@ -109,9 +108,8 @@ class TritonDecode:
     def _launch(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope | None, out: Tensor) -> None:
         kv, metadata = self._kv, self._metadata
         spec, group = kv.spec(layer), kv.group_of[layer]
-        page_table, shared = metadata.page_tables[group], None
-        if metadata.shared is not None and metadata.shared.group == group:
-            shared = SharedPrefixes(*metadata.shared[1:])
+        page_table = metadata.page_tables[group]
+        shared = metadata.shared if metadata.prefix_group == group else None
         paged_decode(
             q,
             kv.k[layer],

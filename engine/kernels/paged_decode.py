@@ -15,6 +15,7 @@ import triton
 
 from engine.kernels.launch import launch_options, overlaps
 from engine.kernels.paged_decode_kernels import decode_kernel, prefix_kernel
+from engine.kernels.shared_prefixes import SharedPrefixes
 
 MAX_SPLITS = 32
 """Maximum splits of one sequence's keys; the combining program holds that many partial rows in registers."""
@@ -44,8 +45,8 @@ SINGLE_ROW_STAGES = 2
 PREFIX_ROWS = 64
 """Query heads of a group's rows that one program attends with to their shared prefix: a tile of the tensor cores."""
 
-PREFIX_SPLITS = 8
-"""Maximum splits of a shared prefix. A multiple of two, and below MAX_SPLITS, which own and prefix splits share."""
+PREFIX_SPLITS = ((64, 8), (256, 4), (math.inf, 2))
+"""(maximum rows, maximum splits of a shared prefix): many rows have many groups, and each split of each row scratch."""
 
 PREFIX_PROGRAMS_PER_SM = 2
 """Programs per SM that the shared prefixes of a step are split into."""
@@ -83,27 +84,11 @@ class NormRope(NamedTuple):
     eps: float = 0.0
 
 
-class SharedPrefixes(NamedTuple):
-    """Groups of rows whose first pages are the same, for cascade attention. All int64 on the device.
-
-    - keys [at least b]: the number of leading keys that a row shares with its group, a multiple of the page size and at
-      most its position; 0 for a row without a group.
-    - members [G, prefix_members(H/KV)]: row + 1 of each member of each group, 0 for none. A group's first member exists
-      if any does. Members have equal `keys`.
-    - num_groups [1]: the number of groups with members.
-    """
-
-    keys: torch.Tensor
-    members: torch.Tensor
-    num_groups: torch.Tensor
-
-
 class DecodeWorkspace(NamedTuple):
     """Scratch of `paged_decode` for one batch shape. Launches on one stream may share it.
 
     `acc` [b, H, splits, D] and `lse` [b, H, splits] are float32 and need no initialisation; splits of a shared prefix
-    come first. `arrivals` [b, KV] int32
-    must be zero before the first launch; every launch resets it to zero.
+    come first. `arrivals` [b, KV] int32 must be zero before the first launch; every launch resets it to zero.
     """
 
     acc: torch.Tensor
@@ -121,8 +106,9 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_
 
 
 def prefix_members(group: int) -> int:
-    """Return how many rows share a program that reads their prefix, for `group` query heads per KV head."""
-    return max(1, PREFIX_ROWS // triton.next_power_of_2(group))
+    """Return how many rows share a program that reads their prefix, for `group` query heads per KV head; 0 if none."""
+    members = PREFIX_ROWS // triton.next_power_of_2(group)
+    return members if members > 1 else 0
 
 
 def prefix_block(k_cache: torch.Tensor) -> int:
@@ -201,7 +187,7 @@ def paged_decode(
         _check_shared(shared, batch, group, window)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
-    own_splits, prefix_splits = _places(splits.limit, shared is not None)
+    own_splits, prefix_splits = _split_places(batch, splits.limit, shared is not None)
     if workspace is None:
         workspace = _allocate(q, own_splits + prefix_splits)
     elif workspace.lse.shape != (batch, heads, own_splits + prefix_splits):
@@ -262,38 +248,39 @@ def decode_workspace(
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q), kv_heads)
-    return _allocate(q, sum(_places(_splits(q, page_table.shape[1] * page_size, tiling, num_splits).limit, shared)))
+    splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
+    return _allocate(q, sum(_split_places(len(q), splits.limit, shared)))
 
 
 class DecodeScratch:
-    """Workspaces for launches of 1 to `max_rows` rows on one stream, all in the memory of the largest."""
+    """Workspaces for launches of 1 to `max_rows` rows on one stream, all in the memory of the largest.
 
-    def __init__(self, max_rows: int, q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor) -> None:
+    `shared`: of rows that share prefixes.
+    """
+
+    def __init__(
+        self, max_rows: int, q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor, shared: bool = False
+    ) -> None:
         _, page_size, kv_heads, dim = k_cache.shape
         q = by_kv_head(q, kv_heads)
         self._heads, self._kv_heads, self._dim = kv_heads * q.shape[2], kv_heads, dim
         keys, num_sms = page_table.shape[1] * page_size, _num_sms(q.device)
-        self._splits = [
-            choose_splits(
-                rows, kv_heads, keys, num_sms, choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
-            ).limit
-            for rows in range(1, max_rows + 1)
-        ]
-        places = [
-            (rows, sum(_places(splits, shared)))
-            for rows, splits in enumerate(self._splits, 1)
-            for shared in (False, True)
-        ]
-        max_combined = max((self._heads * rows * count for rows, count in places if count > 1), default=0)
-        self._acc = torch.empty(max_combined * dim, dtype=torch.float32, device=q.device)
-        self._lse = torch.empty(
-            max(self._heads * rows * count for rows, count in places), dtype=torch.float32, device=q.device
+        self._splits = []
+        for rows in range(1, max_rows + 1):
+            block_keys = choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
+            limit = choose_splits(rows, kv_heads, keys, num_sms, block_keys).limit
+            self._splits.append(sum(_split_places(rows, limit, shared)))
+        partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
+        max_combined = max(
+            (part for part, count in zip(partial_rows, self._splits, strict=True) if count > 1), default=0
         )
+        self._acc = torch.empty(max_combined * dim, dtype=torch.float32, device=q.device)
+        self._lse = torch.empty(max(partial_rows), dtype=torch.float32, device=q.device)
         self._arrivals = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=q.device)
 
-    def of(self, rows: int, shared: bool = False) -> DecodeWorkspace:
-        """Return the workspace for a launch of `rows` rows; `shared`: that share prefixes."""
-        splits = sum(_places(self._splits[rows - 1], shared))
+    def of(self, rows: int) -> DecodeWorkspace:
+        """Return the workspace for a launch of `rows` rows."""
+        splits = self._splits[rows - 1]
         partial_rows = rows * self._heads * splits
         lse = self._lse[:partial_rows].view(rows, self._heads, splits)
         arrivals = self._arrivals[: rows * self._kv_heads].view(rows, self._kv_heads)
@@ -330,9 +317,12 @@ def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | No
     return choose_splits(q.shape[0], q.shape[1], max_keys, _num_sms(q.device), tiling.block_keys)
 
 
-def _places(splits: int, shared: bool) -> tuple[int, int]:
+def _split_places(rows: int, splits: int, shared: bool) -> tuple[int, int]:
     """Return how many partial results a row may have of its own keys, and of its prefix."""
-    return (min(splits, MAX_SPLITS - PREFIX_SPLITS), PREFIX_SPLITS) if shared else (splits, 0)
+    if not shared:
+        return splits, 0
+    of_prefix = next(places for limit, places in PREFIX_SPLITS if rows <= limit)
+    return min(splits, MAX_SPLITS - of_prefix), of_prefix
 
 
 def _num_sms(device: torch.device) -> int:

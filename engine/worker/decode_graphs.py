@@ -14,8 +14,9 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import KVCache
-from engine.attention.metadata import DecodeMetadata, SharedPrefixes
+from engine.attention.metadata import DecodeMetadata
 from engine.attention.recurrent_states import RecurrentStates, StepStates
+from engine.kernels.shared_prefixes import SharedPrefixes
 from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -60,10 +61,15 @@ def decode_site(
 
 
 def shared_buckets(buckets: Buckets) -> Buckets:
-    """Return the buckets for rows that share prefixes: powers of two, and the largest. Padding rows cost little."""
-    return Buckets(
-        tuple(size for size in buckets if size == buckets.max or (size >= MIN_MEMBERS and size & (size - 1) == 0))
-    )
+    """Return the buckets for rows that share prefixes: the largest, and those with few padding rows in between.
+
+    From bucket to bucket, rows grow by at least a quarter: these graphs are used less than the others.
+    """
+    chosen = [buckets.max]
+    for size in reversed(buckets.sizes):
+        if size >= MIN_MEMBERS and 1.25 * size <= chosen[-1]:
+            chosen.append(size)
+    return Buckets(tuple(reversed(chosen)))
 
 
 def model_addresses(model: Model, kv: KVCache, states: RecurrentStates | None = None) -> AddressBook:
@@ -137,11 +143,12 @@ class DecodeStep:
     def _context(self, state: Tensor, rows: int, context: int | None) -> ForwardContext:
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]
-        shared = None
+        metadata = DecodeMetadata(views.page_tables, slots, positions, context)
         if self.prefix_group is not None:
             members = views.prefix_members[: max_groups_of(rows)]
-            shared = SharedPrefixes(self.prefix_group, views.shared_keys[:rows], members, views.prefix_groups)
-        attention = self._attention.decode(DecodeMetadata(views.page_tables, slots, positions, context, shared))
+            shared = SharedPrefixes(views.shared_keys[:rows], members, views.num_prefix_groups)
+            metadata = metadata._replace(shared=shared, prefix_group=self.prefix_group)
+        attention = self._attention.decode(metadata)
         states = None if self._states is None else StepStates(self._states, slots)
         return ForwardContext(self.model.rope(positions), attention, slots, states)
 

@@ -21,7 +21,7 @@ from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 class Layout(NamedTuple):
     """Layout of the decode state in one tensor, so that one small copy and one scatter update any part of it.
 
-    `prefix_members`: rows that may share a prefix, 0 if attention doesn't share them.
+    `prefix_members`: rows that may share a prefix, 0 if none do.
     """
 
     max_num_seqs: int

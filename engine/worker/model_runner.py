@@ -48,6 +48,7 @@ from engine.worker.packed_graphs import (
     prefill_row,
     verify_row,
 )
+from engine.worker.prefix_groups import MIN_MEMBERS
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_input import (
@@ -96,8 +97,7 @@ class ModelRunner:
         self.attention = choose_backend(list(self.kv.paged.values()), dtype, device)(self.kv, config.max_num_seqs)
         self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
-        members = self.attention.prefix_members(spec.num_heads // max(1, spec.num_kv_heads))
-        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), members if config.enable_prefix_caching else 0)
+        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), self._prefix_members())
         # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
         self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
         self.prefill_buckets = PackedBuckets(
@@ -213,6 +213,13 @@ class ModelRunner:
                 raise ConfigError(f"kernels='fused' can't compute this model: {error}; use kernels='auto'") from error
             logger.info("using the model's own layers: %s", error)
             return None
+
+    def _prefix_members(self) -> int:
+        """Return how many decodes may read a prefix together; 0 if they never share one."""
+        has_full_attention = any(group.window is None for group in self.kv.groups)
+        if not self.config.enable_prefix_caching or self.config.max_num_seqs < MIN_MEMBERS or not has_full_attention:
+            return 0
+        return self.attention.prefix_members(self.model.config.num_heads // self.kv.kv_heads)
 
     def _can_mix(self) -> bool:
         """Return whether decodes may run in one graph with prompt chunks."""

@@ -39,16 +39,18 @@ def group_by_prefix(
     tokens. Only pages before the newest token are shared, which no step writes again. Groups of more than `max_members`
     rows are divided. If there are more than `max_groups`, or than `max_groups_of(b)`, those that save most are kept.
     """
+    keys, members = np.zeros(len(tables), np.int64), np.zeros((max_groups, max_members), np.int64)
     num_pages = np.minimum(positions // page_size, tables.shape[1])
-    width = int(num_pages.max(initial=0))
-    tables = np.where(np.arange(width) < num_pages[:, None], tables[:, :width], 0)
-    times_read = np.bincount(tables.ravel(), minlength=1)
-    times_read[0] = 0
-    is_shared = times_read[tables] >= MIN_MEMBERS
-    depths = np.where(is_shared.all(axis=1), width, is_shared.argmin(axis=1)) if width else num_pages
+    first_pages = np.where(num_pages > 0, tables[:, 0], 0)
+    candidates = np.flatnonzero(_is_shared(first_pages))
+    if not len(candidates):  # in most batches
+        return PrefixGroups(keys, members, 0, 0)
+    width = int(num_pages[candidates].max())
+    is_read = np.arange(width) < num_pages[candidates, None]
+    is_shared = _is_shared(np.where(is_read, tables[candidates, :width], 0))
+    depths = np.where(is_shared.all(axis=1), width, is_shared.argmin(axis=1))
     rows_of: dict[tuple[int, int], list[int]] = {}
-    for row in np.flatnonzero(depths).tolist():
-        depth = int(depths[row])
+    for row, depth in zip(candidates.tolist(), depths.tolist(), strict=True):
         rows_of.setdefault((depth, int(tables[row, depth - 1])), []).append(row)
 
     found: list[tuple[int, int, list[int]]] = []
@@ -61,8 +63,14 @@ def group_by_prefix(
                 found.append(((len(part) - 1) * depth * page_size, depth * page_size, part))
     found = sorted(found, key=lambda group: group[0], reverse=True)[: min(max_groups, max_groups_of(len(tables)))]
 
-    keys, members = np.zeros(len(tables), np.int64), np.zeros((max_groups, max_members), np.int64)
     for index, (_, shared, rows) in enumerate(found):
         keys[rows] = shared
         members[index, : len(rows)] = np.array(rows) + 1
     return PrefixGroups(keys, members, len(found), sum(saved for saved, _, _ in found))
+
+
+def _is_shared(pages: np.ndarray) -> np.ndarray:
+    """Return for each entry whether at least MIN_MEMBERS entries are equal to it; False for 0."""
+    times = np.bincount(pages.ravel(), minlength=1)
+    times[0] = 0
+    return times[pages] >= MIN_MEMBERS

@@ -211,13 +211,15 @@ def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
             "--max-bytes needs the bytes of each graph: pass --graphs, a saved /graphs response or its URL"
         )
     rows = _json(_read(source), source).get("graphs", ())
-    known: dict[int, int] = {}
+    known: dict[str, dict[int, int]] = {}  # by site
     for row in rows:
         if row.get("state") == "captured" and row.get("phase") == args.phase and args.site in (None, row.get("site")):
-            known[row["bucket"]] = known.get(row["bucket"], 0) + row["bytes"]
+            sizes = known.setdefault(row.get("site", ""), {})
+            sizes[row["bucket"]] = sizes.get(row["bucket"], 0) + row["bytes"]
     if not known:
         raise ConfigError(f"{source} has no captured {args.phase} graph, so bytes per graph are unknown")
-    return interpolated(sorted(known.items()))
+    of_sites = [interpolated(sorted(sizes.items())) for sizes in known.values()]
+    return lambda size: sum(of_site(size) for of_site in of_sites)
 
 
 def interpolated(points: Sequence[tuple[int, int]]) -> Callable[[int], int]:

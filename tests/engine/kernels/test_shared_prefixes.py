@@ -8,6 +8,7 @@ import torch
 from tests.support.kernels import INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
 from engine.kernels import paged_decode as pd
+from engine.kernels.shared_prefixes import SharedPrefixes
 from tests.engine.kernels.test_paged_decode import DTYPES, PAGE, TOLERANCE, expected, make_case, new_rows, reference
 
 pytestmark = [
@@ -29,7 +30,7 @@ def share(case, groups):
             keys[row] = pages * PAGE
         members[index, : len(rows)] = torch.tensor(rows) + 1
     device = case.q.device
-    return pd.SharedPrefixes(keys.to(device), members.to(device), torch.tensor([len(groups)], device=device))
+    return SharedPrefixes(keys.to(device), members.to(device), torch.tensor([len(groups)], device=device))
 
 
 def decode(case, shared, **options):
@@ -110,18 +111,18 @@ def test_poisoned_workspace_is_never_read_before_it_is_written(device):
 
 
 @pytest.mark.interpretable
-def test_launches_with_and_without_groups_share_one_scratch(device):
+def test_launches_of_all_row_counts_share_one_scratch(device):
     case = make_case(device, [200, 100, 65, 90, 17], 4, 2, 64, torch.float32)
     shared = share(case, [([0, 1, 2], 4)])
-    scratch = pd.DecodeScratch(5, case.q, case.k_cache, case.page_table)
+    scratch = pd.DecodeScratch(5, case.q, case.k_cache, case.page_table, shared=True)
     wanted = expected(case)
-    for rows, is_shared in ((5, True), (5, False), (3, True), (4, False), (4, True)):
-        for workspace in [scratch.of(count, kind) for count in range(1, 6) for kind in (False, True)]:
+    for rows in (5, 3, 4, 5):
+        for workspace in map(scratch.of, range(1, 6)):
             workspace.acc.fill_(float("nan"))
             workspace.lse.fill_(float("nan"))
         found = pd.paged_decode(
             case.q[:rows], case.k_cache, case.v_cache, case.page_table[:rows], case.positions[:rows], 64**-0.5,
-            shared=shared if is_shared else None, workspace=scratch.of(rows, is_shared),
+            shared=shared, workspace=scratch.of(rows),
         )  # fmt: skip
         assert relative_error(found, wanted[:rows]) < TOLERANCE[torch.float32]
 

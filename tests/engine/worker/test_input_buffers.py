@@ -11,7 +11,9 @@ from engine.attention.metadata import SlotState
 from engine.protocol.request import EngineRequest, SamplingParams
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request
+from engine.worker.decode_graphs import shared_buckets
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
+from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
 from graph_cache.buckets import Buckets
 
 ROWS, PAGES, PAGE_SIZE = 8, 6, 4
@@ -244,19 +246,77 @@ def test_rows_that_share_their_first_pages_are_grouped_while_sharing_saves_enoug
     load(rows)
     assert inputs.shares_prefixes
     assert state.shared_keys.tolist() == [8, 0, 8, 8, 8, 0, 0, 0]
-    assert state.prefix_members.tolist() == [[1, 3, 4, 5], [0, 0, 0, 0]] and state.prefix_groups.tolist() == [1]
+    assert state.prefix_members.tolist() == [[1, 3, 4, 5], [0, 0, 0, 0]] and state.num_prefix_groups.tolist() == [1]
     for request in rows:
         request.token_ids.append(7)
         request.num_computed += 1
     assert inputs.changes(batch_of(rows)) is None and inputs.shares_prefixes  # the same rows, one step later
+    inputs.advance()
+    for request in rows:
+        request.token_ids.append(8)
+        request.num_computed += 1
     load(rows[:3])
     assert not inputs.shares_prefixes  # two rows alike save less than is asked for
     load(rows)
-    assert inputs.shares_prefixes and state.prefix_groups.tolist() == [1]
+    assert inputs.shares_prefixes and state.num_prefix_groups.tolist() == [1]
     inputs.reset()
     buffers["state"].zero_()
     load(rows)
     assert inputs.shares_prefixes and state.shared_keys.tolist() == [8, 0, 8, 8, 8, 0, 0, 0]
+
+
+PREFIXES = st.lists(st.integers(0, 7), min_size=1, max_size=24)  # of each row, by number
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batches=st.lists(PREFIXES, min_size=1, max_size=4), branches=st.lists(st.integers(0, 7), min_size=8, max_size=8),
+    width=st.sampled_from([2, 4, 16]), max_rows=st.sampled_from([24, 40]),
+)  # fmt: skip
+def test_the_graph_of_any_bucket_reads_the_groups_of_all_rows_that_share(batches, branches, width, max_rows):
+    """Of a row with keys in a group that no program computes, attention would merge the result of an earlier step."""
+    layout = Layout(max_rows, 12, prefix_members=width)
+    buffers = decode_buffers(layout, max_rows, 4, 10, torch.float32, torch.device("cpu"), torch.float32)
+    inputs, state = DecodeInputs(layout, PAGE_SIZE, min_saved=PAGE_SIZE), layout.views(buffers["state"])
+    ladder = shared_buckets(Buckets.for_limit(max_rows))
+    prefixes: list[list[int]] = []  # each continues an earlier one
+    for number, branch in enumerate(branches):
+        prefixes.append([*(prefixes[branch % number][:9] if number and branch else []), 1000 + number])
+    lease = 0
+    for rows in batches:
+        requests = []
+        for slot, prefix in enumerate(rows):
+            pages = [*prefixes[prefix], 1 + slot]
+            requests.append(a_request(f"{slot}", slot, pages, (len(pages) - 1) * PAGE_SIZE + 1))
+            requests[-1].lease = lease = lease + 1
+            inputs.assign_slot(slot)
+        changes = inputs.changes(batch_of(requests))
+        if changes is not None:
+            buffers["state"].index_copy_(0, *torch.from_numpy(changes))
+        inputs.advance()
+        if not inputs.shares_prefixes:
+            continue
+        read = state.prefix_members[: max_groups_of(ladder.round_up(len(rows)))]
+        assert sorted(read[read > 0].tolist()) == (state.shared_keys.nonzero().squeeze(1) + 1).tolist()
+        assert int(state.num_prefix_groups) == int((read[:, 0] > 0).sum())
+        for line in read.tolist():
+            shared = {(int(state.shared_keys[row - 1]), *rows_pages(state, row - 1)) for row in line if row}
+            assert len(shared) <= 1
+
+
+def rows_pages(state: SlotState, row: int) -> list[int]:
+    """Return the pages that a row shares."""
+    return state.page_tables[0, int(state.slots[row]), : int(state.shared_keys[row]) // PAGE_SIZE].tolist()
+
+
+def test_buckets_of_shared_prefixes_hold_few_padding_rows():
+    for sizes in (None, (1, 2, 24, 48, 100)):
+        ladder = shared_buckets(Buckets.for_limit(1024 if sizes is None else 100, sizes))
+        assert ladder.max == (1024 if sizes is None else 100) and min(ladder.sizes) >= MIN_MEMBERS
+    assert shared_buckets(Buckets.for_limit(100, (1, 2, 24, 48, 100))).sizes == (24, 48, 100)
+    wide = shared_buckets(Buckets.for_limit(1024)).sizes
+    assert len(wide) < 25 and all(larger <= 1.5 * size for size, larger in zip(wide[2:], wide[3:], strict=False))
+    assert shared_buckets(Buckets.for_limit(2)).sizes == (2,)
 
 
 def test_rows_share_no_pages_of_groups_with_a_window():

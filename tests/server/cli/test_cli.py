@@ -301,6 +301,20 @@ def test_tune_by_bytes_requires_graph_sizes(capsys, manifest):
     assert code == 2 and "--graphs" in err
 
 
+def test_tune_by_bytes_adds_up_the_graphs_of_all_sites(capsys, manifest, tmp_path):
+    """The second site has fewer sizes, between which its bytes are interpolated."""
+    sizes = {"decode": {8: 100, 16: 200, 33: 300}, "decode_shared": {8: 50, 33: 150}}
+    rows = [
+        {"site": site, "phase": "decode", "state": "captured", "bucket": bucket, "bytes": count}
+        for site, graphs in sizes.items()
+        for bucket, count in graphs.items()
+    ]
+    (tmp_path / "graphs.json").write_text(json.dumps({"graphs": rows}))
+    options = ("--graphs", str(tmp_path / "graphs.json"), "--max-bytes", "100000", "--max-buckets", "1", "--json")
+    code, out, _ = status(capsys, "tune", "--manifest", str(manifest), *options)
+    assert code == 0 and json.loads(out)["buckets"] == [33] and json.loads(out)["bytes"] == 450
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"fingerprint": 3}'])
 def test_tune_refuses_an_invalid_manifest(capsys, tmp_path, content):
     path = tmp_path / "other.json"
