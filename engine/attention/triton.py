@@ -13,7 +13,7 @@ from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
 from engine.attention.interface import FusedAttention, Support
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
-from engine.kernels.launch import has_hopper_kernels
+from engine.kernels.launch import fits, has_hopper_kernels
 from engine.kernels.paged_decode import (
     DecodeScratch,
     DecodeWorkspace,
@@ -57,7 +57,9 @@ class TritonBackend:
         return self.hopper is not None
 
     def prefix_members(self, group: int) -> int:
-        return prefix_members(group)
+        # In float32, the tile of a group spills registers and takes more shared memory than some GPUs have.
+        is_16_bit = self._kv.dtype in (torch.bfloat16, torch.float16)
+        return prefix_members(group) if is_16_bit and fits(self._kv.device) else 0
 
     def verify(self, group: int) -> None:
         if self.hopper is None:

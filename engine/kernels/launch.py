@@ -47,7 +47,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)  # Triton's interpreter
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
