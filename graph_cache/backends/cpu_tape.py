@@ -188,7 +188,7 @@ class TapeRecorder(DecomposingMode):
             self._constant_storages -= touched
         fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
         if fresh or func._schema.is_mutable or not results:
-            self._record(func, args, kwargs, inputs, result, results, input_storages)
+            self._record(func, args, kwargs, inputs, result, results, input_storages, fresh)
         return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
     def _save_overwritten(
@@ -269,8 +269,12 @@ class TapeRecorder(DecomposingMode):
         result: Any,
         results: list[torch.Tensor],
         input_storages: set[int],
+        fresh: bool,
     ) -> None:
-        """Add a call to the tape: `inputs` and `results` are the tensors in its arguments and in its result."""
+        """Add a call to the tape: `inputs` and `results` are the tensors in its arguments and in its result.
+
+        `fresh`: some result is in other storage than the inputs.
+        """
         index = len(self.tape.ops)
         for tensor in results:
             storage = tensor.untyped_storage()
@@ -287,7 +291,6 @@ class TapeRecorder(DecomposingMode):
             return self._ref(leaf) if new else None
 
         outs = map_leaves(new_ref, result if len(func._schema.returns) > 1 else (result,))
-        fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
         in_place = (
             func._schema.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
