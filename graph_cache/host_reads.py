@@ -6,7 +6,6 @@ import builtins
 import copyreg
 import dis
 import functools
-import gc
 import itertools
 import os
 import sys
@@ -25,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import storage_of
+from graph_cache.garbage import no_garbage_collections
 from graph_cache.host_state import LIBRARIES, REGISTRIES
 from graph_cache.keys import IdentityKey
 from graph_cache.namespaces import (
@@ -226,14 +226,8 @@ class Reads:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Profile the calling thread within the block. Collects no garbage: that would run code of other objects."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with profiled(self._called):
-                yield
-        finally:
-            if collects:
-                gc.enable()
+        with no_garbage_collections(), profiled(self._called):
+            yield
 
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if self._import is not None:  # a module that is imported now: no later run repeats this

@@ -22,11 +22,11 @@ from engine.client.frames import decode_report, encode_report
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.protocol.messages import Command, Dead, Events, Ready, Report, Snapshot, Stop
-from engine.utils.garbage import no_garbage_collections
 from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.child import ChildProcess
 from engine.utils.processes.log import log_format, set_up_child_log
+from graph_cache.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]

@@ -22,7 +22,7 @@ from engine.errors import ModelError, RequestError
 from engine.text import request_template, tokenizer_config
 from engine.text.conversation import Conversation, reads
 from engine.text.parsing.selection import MARKERS
-from engine.utils.garbage import no_garbage_collections
+from graph_cache.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Suspend Python's garbage collections while many objects that live on are created."""
+"""Suspend Python's garbage collections."""
 
 from __future__ import annotations
 
