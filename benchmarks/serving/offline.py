@@ -227,6 +227,17 @@ def child(
     return json.loads(text)
 
 
+def run_in_turns(module: str, report: harness.Report, options: dict[str, Any], args: argparse.Namespace) -> int:
+    """Run the engines of a benchmark module in turns, and finish its report. Returns 1 if one of them failed."""
+
+    def run(name: str) -> None:
+        report.add(child(module, name, options, args.settings, dict(args.path)))
+
+    harness.alternate({name: lambda name=name: run(name) for name in args.engines}, args.rounds)
+    report.finish()
+    return 1 if any("error" in row for row in report.rows) else 0
+
+
 def folders(text: str) -> tuple[str, str]:
     """Convert ENGINE=FOLDER:FOLDER to both parts."""
     name, equals, found = text.partition("=")
@@ -281,13 +292,7 @@ def main(argv: Sequence[str]) -> int:
         "context": args.context,
         "long-prompt": args.long_prompt,
     }
-
-    def run(name: str) -> None:
-        report.add(child(__spec__.name, name, options, args.settings, dict(args.path)))
-
-    harness.alternate({name: lambda name=name: run(name) for name in args.engines}, args.rounds)
-    report.finish()
-    return 1 if any("error" in row for row in report.rows) else 0
+    return run_in_turns(__spec__.name, report, options, args)
 
 
 if __name__ == "__main__":

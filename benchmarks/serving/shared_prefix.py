@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.serving.offline import Run, add_engine_arguments, child, encore, sglang
+from benchmarks.serving.offline import Run, add_engine_arguments, encore, run_in_turns, sglang
 from benchmarks.shapes import SHAPES, write_shape
 
 NEEDS = "CPU or 1 GPU"
@@ -83,13 +83,7 @@ def main(argv: Sequence[str]) -> int:
         os._exit(0)  # a peer's worker processes may outlive its engine otherwise
     report = harness.Report(__spec__.name, args, argv)
     options = {name: getattr(args, name) for name in ("shape", "rows", "prefix", "samples", "repeats", "context")}
-
-    def run(name: str) -> None:
-        report.add(child(__spec__.name, name, options, args.settings, dict(args.path)))
-
-    harness.alternate({name: lambda name=name: run(name) for name in args.engines}, args.rounds)
-    report.finish()
-    return 1 if any("error" in row for row in report.rows) else 0
+    return run_in_turns(__spec__.name, report, options, args)
 
 
 if __name__ == "__main__":
