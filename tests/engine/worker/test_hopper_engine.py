@@ -13,6 +13,7 @@ from tests.support.kernels import DTYPE, INTERPRETED  # isort: skip  (before wha
 from engine import Engine, EngineConfig, SamplingParams
 from engine.kernels.launch import has_hopper_kernels
 from engine.protocol.phase import Phase
+from tests.support.prompt_scores import check_beside_float32
 
 if INTERPRETED or not has_hopper_kernels(torch.device("cuda", 0), DTYPE, 128, 16):
     pytest.skip("needs a GPU with compute capability 9.0 and Triton 3.6 or 3.7", allow_module_level=True)
@@ -63,15 +64,7 @@ def test_gpu_log_probabilities_in_mixed_steps_are_those_of_prompts_in_float32(fo
         computed = sum(count for labels, count in graphs["real_tokens"] if labels[0] == Phase.PREFILL.value)
         assert computed > sum(map(len, prompts)) + 100, "no decodes were computed with prompt chunks"
         assert not dict(graphs["fallbacks"])
-    whole = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
-    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    with Engine(EngineConfig(model=folder, dtype="float32", **SETTINGS)) as engine:
-        references = engine.generate(prompt_token_ids=whole, sampling_params=scored)
-    for prompt, output, reference, one in zip(prompts, outputs, references, params, strict=True):
-        assert len(output.token_ids) == one.max_tokens
-        if one.temperature == 0:  # others have the log-probabilities at their temperature
-            wanted = [entry.logprob for entry in reference.prompt_logprobs[len(prompt) :]]
-            assert [entry.logprob for entry in output.logprobs] == pytest.approx(wanted, abs=0.08)
+    check_beside_float32(folder, SETTINGS, prompts, params, outputs)
 
 
 def test_gpu_graphs_give_the_tokens_of_eager_steps(folder):

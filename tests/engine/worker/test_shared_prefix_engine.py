@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 from engine import Engine, EngineConfig, SamplingParams
 from engine.worker import model_runner
 from engine.worker.decode_graphs import SHARED_SITE
+from tests.support.prompt_scores import check_beside_float32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,16 +80,7 @@ def run(folder: str, **options) -> tuple[list, int]:
 def test_gpu_log_probabilities_of_rows_that_share_prefixes_are_those_of_float32(folder, always_share):
     outputs, shared_steps = run(folder)
     assert shared_steps > 15
-    prompts, params = workload()
-    whole = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
-    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    with Engine(EngineConfig(model=folder, dtype="float32", **SETTINGS)) as engine:
-        references = engine.generate(prompt_token_ids=whole, sampling_params=scored)
-    for prompt, output, reference, one in zip(prompts, outputs, references, params, strict=True):
-        assert len(output.token_ids) == one.max_tokens
-        if one.temperature == 0:  # others have the log-probabilities at their temperature
-            wanted = [entry.logprob for entry in reference.prompt_logprobs[len(prompt) :]]
-            assert [entry.logprob for entry in output.logprobs] == pytest.approx(wanted, abs=0.08)
+    check_beside_float32(folder, SETTINGS, *workload(), outputs)
 
 
 def test_gpu_graphs_of_shared_prefixes_give_the_tokens_of_eager_steps(folder, always_share):
