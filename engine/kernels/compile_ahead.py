@@ -28,7 +28,7 @@ import triton
 from triton.compiler import make_backend
 from triton.runtime import cache
 
-from engine.kernels.compile_worker import CompileWorkers
+from engine.kernels.compile_worker import CompileWorkers, compute_key
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,7 @@ def _recorded_launches(compile_in: Callable[..., Any]) -> Iterator[None]:
             key = (id(kernel), *map(_label, args), *((name, _label(value)) for name, value in kwargs.items()))
             if key not in seen:  # Triton's own check takes 0.2 ms until the kernel is compiled
                 seen.add(key)
+                compute_key(kernel)
                 compile_in(launch, kernel, *args, grid=grid, warmup=True, **kwargs)
             return None
 

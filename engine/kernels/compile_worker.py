@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.runtime import cache
 
 from engine.utils.processes.child import ChildProcess
@@ -76,8 +77,23 @@ class _Pickler(pickle.Pickler):
 
 
 def import_kernel(module: str, name: str) -> Any:
-    """Return the kernel called `name` of a module."""
-    return getattr(importlib.import_module(module), name)
+    """Return the kernel called `name` of a module, with the key that it has in other processes."""
+    kernel = getattr(importlib.import_module(module), name)
+    compute_key(kernel)
+    return kernel
+
+
+def compute_key(kernel: Any) -> None:
+    """Compute the key of a kernel's source in Triton's cache, after those of the functions that it calls.
+
+    Triton 3.6 leaves the constants of a called function out of a key if it has not computed that function's key before:
+    a key would depend on which kernels a process has compiled.
+    """
+    for name in kernel.fn.__code__.co_names:
+        for callee in (kernel.__globals__.get(name), getattr(tl, name, None)):
+            if isinstance(callee, triton.JITFunction) and callee.hash is None:
+                compute_key(callee)
+    _ = kernel.cache_key
 
 
 def main(pipe: Connection, triton_key: str) -> None:
