@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -72,6 +73,7 @@ def compile_ahead(
     A kernel that a process fails to compile is compiled in this one. If that fails too, it is logged, and the kernel's
     first launch raises the error. If `run` raises, the compilations that have begun are finished.
     """
+    _compute_keys()
     if not _is_supported():
         logger.info("Triton %s can't compile ahead: each kernel is compiled at its first launch", triton.__version__)
         return None
@@ -101,6 +103,15 @@ def compile_ahead(
     if errors:
         logger.error("%d of them failed to compile; the first error: %r", result.failed, errors[0])
     return result
+
+
+def _compute_keys() -> None:
+    """Compute the keys of this package's kernels, so that any later launch finds what another start has compiled."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGE):
+            for value in vars(module).values():
+                if isinstance(value, triton.JITFunction):
+                    compute_key(value)
 
 
 def _is_supported() -> bool:
@@ -143,7 +154,7 @@ def _recorded_launches(compile_in: Callable[..., Any]) -> Iterator[None]:
             key = (id(kernel), *map(_label, args), *((name, _label(value)) for name, value in kwargs.items()))
             if key not in seen:  # Triton's own check takes 0.2 ms until the kernel is compiled
                 seen.add(key)
-                compute_key(kernel)
+                compute_key(kernel)  # of a module that was imported meanwhile
                 compile_in(launch, kernel, *args, grid=grid, warmup=True, **kwargs)
             return None
 

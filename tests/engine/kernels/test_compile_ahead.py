@@ -217,33 +217,37 @@ def test_compiling_processes_import_neither_torch_nor_cuda():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
 
 
+KEYS = """
+import importlib, json, sys, triton
+modules = [importlib.import_module("engine.kernels." + name) for name in sys.argv[2:]]
+kernels = {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()
+           if isinstance(value, triton.JITFunction)}
+if sys.argv[1] == "at launch":
+    import torch
+    from engine.kernels.compile_ahead import compile_ahead
+    del triton.AsyncCompileMode
+    compile_ahead(lambda: None, torch.device("cpu"))
+else:
+    from engine.kernels.compile_worker import compute_key
+    for name in sorted(kernels, reverse=sys.argv[1] == "reverse"):
+        compute_key(kernels[name])
+print(json.dumps({name: kernels[name].cache_key for name in sorted(kernels, reverse=True)}))
+"""
+
+
 def test_keys_do_not_depend_on_the_order_in_which_a_process_uses_kernels():
     """Else a compiling process would cache a kernel under a key that no launch looks up."""
     modules = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_kernels.py")]
-    code = f"""
-import importlib, json, sys, triton
-from engine.kernels.compile_worker import compute_key
-kernels = {{}}
-for module in [importlib.import_module("engine.kernels." + name) for name in {sorted(modules)}]:
-    kernels |= {{f"{{module.__name__}}.{{name}}": value for name, value in vars(module).items()
-                if isinstance(value, triton.JITFunction)}}
-for name in sorted(kernels, reverse=sys.argv[1] == "reverse"):
-    compute_key(kernels[name])
-print(json.dumps({{name: kernel.cache_key for name, kernel in kernels.items()}}))
-"""
-    keys, same_keys = (
-        json.loads(
+    keys = {
+        order: json.loads(
             subprocess.run(
-                [sys.executable, "-c", code, order],
-                check=True,
-                cwd=Path(__file__).parents[3],
-                timeout=60,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-c", KEYS, order, *modules],
+                check=True, cwd=Path(__file__).parents[3], timeout=60, stdout=subprocess.PIPE,
             ).stdout
         )
-        for order in ("forward", "reverse")
-    )
-    assert len(keys) > 50 and keys == same_keys
+        for order in ("forward", "reverse", "at launch")
+    }  # fmt: skip
+    assert len(keys["forward"]) > 50 and keys["forward"] == keys["reverse"] == keys["at launch"]
 
 
 def test_launches_of_other_packages_and_other_threads_are_left_alone(monkeypatch):
