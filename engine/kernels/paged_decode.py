@@ -170,64 +170,48 @@ def paged_decode(
     check_window(window)
     q = by_kv_head(q, kv_heads)
     batch, _, group, dim = q.shape
-    heads = kv_heads * group
     _check_cache(k_cache, v_cache, kv_heads, dim, page_table, positions, None if slots is not None else batch)
     _check_rows("q", q, (batch, kv_heads, group, dim))
     k_new, v_new = new_kv if new_kv is not None else (q, q)
     if new_kv is not None:
         _check_rows("new_kv[0]", k_new, (batch, kv_heads, dim))
         _check_rows("new_kv[1]", v_new, (batch, kv_heads, dim))
-    if out is None:
-        out = torch.empty((batch, heads, dim), dtype=q.dtype, device=q.device)
-    elif out.shape != (batch, heads, dim) or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous {(batch, heads, dim)}, found {tuple(out.shape)} with strides {out.stride()}"
-        )
     if shared is not None:
         _check_shared(shared, batch, group, window)
+    out = _output(out, q)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     own_splits, prefix_splits = _split_places(batch, splits.limit, shared is not None)
-    if workspace is None:
-        workspace = _allocate(q, own_splits + prefix_splits)
-    elif workspace.lse.shape != (batch, heads, own_splits + prefix_splits):
-        raise ValueError(
-            f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs "
-            f"{(batch, heads, own_splits + prefix_splits)}; take it from decode_workspace with the same arguments"
-        )
+    workspace = _workspace(workspace, q, own_splits + prefix_splits)
     norm_rope = rotation or NormRope(q, q)
     pdl = overlaps(q)
     table = (page_table, positions if slots is None else slots, positions)
     keys, members, num_groups = shared or (positions, positions, positions)
-    rotate = (
-        q if norm_rope.q_norm is None else norm_rope.q_norm, q if norm_rope.k_norm is None else norm_rope.k_norm,
-        norm_rope.cos, norm_rope.sin,
-    )  # fmt: skip
+    weights = [q if weight is None else weight for weight in (norm_rope.q_norm, norm_rope.k_norm)]
     numbers = (scale * _LOG2_E, norm_rope.eps, own_splits + prefix_splits)
     programs = PREFIX_PROGRAMS_PER_SM * _num_sms(q.device)
     block = prefix_block(k_cache)
+    strides = (*k_cache.stride()[:3], page_table.stride(0))
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim)),
         "PAGE": page_size, "PREFIX_SPLITS": prefix_splits, "BY_SLOT": slots is not None,
         "NORM": norm_rope.q_norm is not None, "ROPE": rotation is not None, "PDL": pdl,
         "PRECISION": "tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
-    }  # fmt: skip
+    } | launch_options(pdl)  # fmt: skip
     if shared is not None:
         prefix_kernel[(kv_heads, len(members), prefix_splits)](
             q, k_cache, v_cache, *table, keys, members, num_groups, workspace.acc, workspace.lse,
-            rotate[0], *rotate[2:], *numbers, programs,
-            *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
+            weights[0], norm_rope.cos, norm_rope.sin, *numbers, programs, *q.stride()[:3], *strides,
             GROUP_PAD=triton.next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
-            num_warps=4, num_stages=2, **constants, **launch_options(pdl),
+            num_warps=4, num_stages=2, **constants,
         )  # fmt: skip
     decode_kernel[(kv_heads, batch, own_splits)](
         q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
-        *rotate, *numbers, triton.cdiv(splits.min_keys, tiling.block_keys), programs,
-        *q.stride()[:3], k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
-        *k_cache.stride()[:3], page_table.stride(0),
+        *weights, norm_rope.cos, norm_rope.sin, *numbers, triton.cdiv(splits.min_keys, tiling.block_keys), programs,
+        *q.stride()[:3], *k_new.stride()[:2], *v_new.stride()[:2], *strides,
         GROUP_PAD=max(16, triton.next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
         SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants, **launch_options(pdl),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants,
     )  # fmt: skip
     return out
 
@@ -329,6 +313,30 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return _INTERPRETER_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _output(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+    """Return `out`, or a new tensor if it is None. Raises ValueError if it does not fit q [b, KV, H/KV, D]."""
+    batch, kv_heads, group, dim = q.shape
+    shape = (batch, kv_heads * group, dim)
+    if out is None:
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {shape}, found {tuple(out.shape)} with strides {out.stride()}")
+    return out
+
+
+def _workspace(workspace: DecodeWorkspace | None, q: torch.Tensor, splits: int) -> DecodeWorkspace:
+    """Return `workspace`, or a new one if it is None. Raises ValueError if it is for another number of splits."""
+    if workspace is None:
+        return _allocate(q, splits)
+    shape = (len(q), q.shape[1] * q.shape[2], splits)
+    if workspace.lse.shape != shape:
+        raise ValueError(
+            f"workspace is for {tuple(workspace.lse.shape)} (rows, heads, splits), this call needs {shape}; take it "
+            "from decode_workspace with the same arguments"
+        )
+    return workspace
 
 
 def _allocate(q: torch.Tensor, splits: int) -> DecodeWorkspace:
