@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 from benchmarks.shapes import write_shape
+from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.source import resolve_model
-from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.worker.decode_graphs import SHARED_SITE
 from engine.worker.startup import plan_workers
+from tests.support.prompt_scores import check_beside_float32
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -169,6 +172,26 @@ def test_an_8b_model_on_two_gpus_generates_the_tokens_of_one_gpu(tmp_path, dtype
         assert matching_prefixes(one, two, 100) >= 11
     assert matching_prefixes(one, two, 1) >= 9
     assert seconds < 10 and not any(Path(f"/proc/{pid}").exists() for pid in two["pids"])
+
+
+def test_two_gpus_read_prefixes_that_rows_share_once(tmp_path):
+    """Every rank groups the rows itself, and saves enough bytes of keys and values that no constant needs patching."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 16, "num_key_value_heads": 8,
+                                                              "head_dim": 128}))  # fmt: skip
+    settings = {
+        "load_format": "dummy", "seed": 3, "device": "cuda:0", "max_num_seqs": 32, "max_model_len": 512,
+        "num_pages": 2000, "graph_manifest": "none", "warmup": "full",
+    }  # fmt: skip
+    rng = random.Random(0)
+    prefix = [rng.randrange(1, 1000) for _ in range(400)]
+    prompts = [prefix + [rng.randrange(1, 1000) for _ in range(1 + row)] for row in range(28)]
+    params = [SamplingParams(max_tokens=20, temperature=0, logprobs=0, ignore_eos=True) for _ in prompts]
+    with Engine(EngineConfig(model=str(tmp_path), dtype="bfloat16", tensor_parallel_size=2, **settings)) as engine:
+        engine.generate(prompt_token_ids=[prefix + [1]], sampling_params=params[0])  # fill the cache
+        outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
+        graphs = engine.stats().graphs
+    assert sum(count for labels, count in graphs["batch_rows"] if labels[0] == SHARED_SITE) > 15
+    check_beside_float32(str(tmp_path), settings, prompts, params, outputs)
 
 
 def test_killing_a_worker_in_a_step_ends_the_other_ranks(folder):
