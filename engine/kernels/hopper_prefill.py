@@ -29,8 +29,8 @@ STAGES = 2
 LIST_STEP = 16
 """Tiles that one program adds to the list."""
 
-MIN_CHUNKS = 16
-"""Chunks that the smallest specialisation of tile_list_kernel has room for: steps with fewer share it."""
+MIN_CHUNKS = 256
+"""Chunks that the smallest specialisation of tile_list_kernel has room for: nearly all steps share it."""
 
 
 def pack_of(group: int) -> int:
