@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_size_t, c_uint, c_uint64, c_void_p
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_char_p, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Node:
     """One node: its kind with sizes and names, its arguments, and the bytes of arguments that are left out."""
 
     kind: tuple[Any, ...]
-    arguments: tuple[bytes | str, ...] = ()
+    arguments: tuple[int | str, ...] = ()
     unverified_bytes: int = 0
 
 
@@ -79,7 +79,10 @@ def captured_nodes(stream: int) -> list[Node]:
     """
     driver = driver_library()
     graph = graph_under_capture(driver, stream)
-    return [] if graph is None else list(_nodes(driver, graph))
+    if graph is None:
+        return []
+    argument = functools.cache(lambda value: _argument(driver, value))  # most values occur in many kernels
+    return list(_nodes(driver, graph, argument))
 
 
 def digest_of(nodes: list[Node]) -> Digest:
@@ -90,10 +93,10 @@ def digest_of(nodes: list[Node]) -> Digest:
     return Digest(hashed(parts), len(nodes), sum(node.unverified_bytes for node in nodes))
 
 
-def _nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[Node]:
+def _nodes(driver: ctypes.PyDLL, graph: c_void_p, argument: Callable[[int], int | str | None]) -> Iterator[Node]:
     for node, kind in nodes_of(driver, graph):
         if kind == _KERNEL:
-            yield _kernel(driver, node)
+            yield _kernel(driver, node, argument)
         elif kind == MEMCPY:
             copy = memcpy_of(driver, node)
             yield Node(("memcpy", copy.width, copy.height, copy.depth), (ADDRESS, ADDRESS))
@@ -105,30 +108,38 @@ def _nodes(driver: ctypes.PyDLL, graph: c_void_p) -> Iterator[Node]:
         elif kind == CHILD_GRAPH:
             child = c_void_p()
             check(driver.cuGraphChildGraphNodeGetGraph(node, byref(child)))
-            yield from _nodes(driver, child)
+            yield from _nodes(driver, child, argument)
         else:
             yield Node(("node", kind))
 
 
-def _kernel(driver: ctypes.PyDLL, node: c_void_p) -> Node:
+def _kernel(driver: ctypes.PyDLL, node: c_void_p, argument: Callable[[int], int | str | None]) -> Node:
     params = _KernelParams()
     check(driver.cuGraphKernelNodeGetParams_v2(node, byref(params)))
     name, sizes = _signature(params.function, params.kernel)
     kind = ("kernel", name, *params.grid, *params.block, params.shared_bytes, *sizes)
     if not params.arguments:
         return Node(kind, (), sum(sizes))
-    found: list[bytes | str] = []
+    found: list[int | str] = []
     unverified = 0
-    for index, size in enumerate(sizes):
-        value = ctypes.string_at(params.arguments[index], size) if size <= 8 else b""
-        number = int.from_bytes(value, "little") if size == 8 else 0
-        if number and memory_type_result(driver, number) == 0:
-            found.append(ADDRESS)
-        elif size not in (4, 8) or number in _STACK:  # an empty structure is one undefined byte
+    for place, size in zip(params.arguments[: len(sizes)], sizes, strict=True):
+        value: int | str | None = None  # also for an empty structure, which is one undefined byte
+        if size == 8:
+            value = argument(c_uint64.from_address(place).value)
+        elif size == 4:
+            value = c_uint32.from_address(place).value
+        if value is None:
             unverified += size
         else:
             found.append(value)
     return Node(kind, tuple(found), unverified)
+
+
+def _argument(driver: ctypes.PyDLL, value: int) -> int | str | None:
+    """Return what stands for an argument of 8 bytes in a digest; None if it is unverified."""
+    if value and memory_type_result(driver, value) == 0:
+        return ADDRESS
+    return None if value in _STACK else value
 
 
 @functools.lru_cache(maxsize=4096)
