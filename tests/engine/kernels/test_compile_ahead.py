@@ -209,12 +209,20 @@ def test_what_can_not_be_pickled_compiles_in_this_process(compilations, monkeypa
     assert compilations == [("norm_kernel", False)] and "a constant without a name" in caplog.text
 
 
+MODULES = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_kernels.py")]
+
+
+def run_python(code: str, *arguments: str) -> bytes:
+    """Run the code in a process of its own; return what it printed."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, cwd=Path(__file__).parents[3], timeout=60, stdout=subprocess.PIPE).stdout
+
+
 def test_compiling_processes_import_neither_torch_nor_cuda():
-    modules = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_kernels.py")]
     code = "import importlib, sys, engine.kernels.compile_worker\n"
-    code += f"for name in {modules}:\n    importlib.import_module('engine.kernels.' + name)\n"
+    code += f"for name in {MODULES}:\n    importlib.import_module('engine.kernels.' + name)\n"
     code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=60)
+    run_python(code)
 
 
 KEYS = """
@@ -237,16 +245,7 @@ print(json.dumps({name: kernels[name].cache_key for name in sorted(kernels, reve
 
 def test_keys_do_not_depend_on_the_order_in_which_a_process_uses_kernels():
     """Else a compiling process would cache a kernel under a key that no launch looks up."""
-    modules = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_kernels.py")]
-    keys = {
-        order: json.loads(
-            subprocess.run(
-                [sys.executable, "-c", KEYS, order, *modules],
-                check=True, cwd=Path(__file__).parents[3], timeout=60, stdout=subprocess.PIPE,
-            ).stdout
-        )
-        for order in ("forward", "reverse", "at launch")
-    }  # fmt: skip
+    keys = {order: json.loads(run_python(KEYS, order, *MODULES)) for order in ("forward", "reverse", "at launch")}
     assert len(keys["forward"]) > 50 and keys["forward"] == keys["reverse"] == keys["at launch"]
 
 
