@@ -77,7 +77,7 @@ def test_a_float32_output_is_not_rounded_and_its_argmax_is_exact(rows, outputs, 
     x, weight = random(rows, inputs), random(outputs, inputs, seed=1) / inputs**0.5
     weight[0] = 4 * x.mean(0)
     weight[-1] = weight[0]
-    weight[-1, x[0].abs().argmax()] *= 1 + 2**-7  # 1 or 2 units in the last place of bfloat16
+    weight[-1, x[0].abs().argmax()] *= 1 + torch.finfo(DTYPE).eps  # 1 or 2 units in the last place
     scratch, out = scratch_for(rows, outputs, inputs), torch.empty(rows, outputs, device=DEVICE)
     tiles = linear(x, LinearWeight.plain(weight), out, scratch, best=True)
     wanted = expected(x, weight, None, None, False, None)
