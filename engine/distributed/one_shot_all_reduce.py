@@ -11,11 +11,10 @@ import os
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from engine.kernels.all_reduce_kernels import all_reduce_kernel
-from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.launch import cdiv, launch_options, next_power_of_2, overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,8 @@ class OneShotAllReduce:
     def all_reduce_shared(self, hidden: Tensor, buffer_index: int) -> None:
         """Add the partial sums of all ranks in this buffer to hidden [rows, width]. One launch; can be captured."""
         count, pdl = hidden.numel(), overlaps(hidden)
-        block = max(BLOCK, triton.next_power_of_2(triton.cdiv(count, MAX_PROGRAMS)))
-        all_reduce_kernel[(triton.cdiv(count, block),)](
+        block = max(BLOCK, next_power_of_2(cdiv(count, MAX_PROGRAMS)))
+        all_reduce_kernel[(cdiv(count, block),)](
             hidden,
             self._partial_addresses[buffer_index],
             self._flag_addresses,

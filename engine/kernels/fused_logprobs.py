@@ -8,10 +8,10 @@ logprob_kernels.py. Imports triton: import this module only on CUDA (or under TR
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels import logprob_kernels as kernels
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.logprob_layout import MAX_TOP
 from engine.kernels.slot_columns import SlotTensors
 
@@ -31,7 +31,7 @@ def score_slots(
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (rows, vocab_size), device = logits.shape, logits.device
-    tiles = triton.cdiv(vocab_size, TILE)
+    tiles = cdiv(vocab_size, TILE)
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     tile_sums = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     tile_above = torch.empty(rows, tiles, dtype=torch.int32, device=device)
@@ -40,7 +40,7 @@ def score_slots(
     values, floats = slots_of.values, slots_of.values.view(torch.float64)
     row_args = {
         "NUM_TILES": tiles,
-        "TILES_PAD": triton.next_power_of_2(tiles),
+        "TILES_PAD": next_power_of_2(tiles),
         "ID_BITS": (vocab_size - 1).bit_length(),
         "RAW": raw,
     }

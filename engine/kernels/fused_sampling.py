@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels import slot_sampling_kernels as slot_kernels
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.sampling_kernels import sample_kernel, tile_max_kernel, tile_sum_kernel
 from engine.kernels.slot_columns import SlotTensors
 from engine.kernels.top_k_top_p_kernels import BINS, gather_kernel, histogram_kernel, sample_truncated_kernel
@@ -161,8 +161,8 @@ def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Te
     limit_args = {"MAX_CANDIDATES": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
     groups = group_max.shape[1]
     # At least one group per thread: see _launch_tile_max.
-    group_args = {"NUM_GROUPS": groups, "GROUPS_PAD": max(triton.next_power_of_2(groups), 32 * tile_args["num_warps"])}
-    grid = (triton.cdiv(tiles, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else tiles, rows)
+    group_args = {"NUM_GROUPS": groups, "GROUPS_PAD": max(next_power_of_2(groups), 32 * tile_args["num_warps"])}
+    grid = (cdiv(tiles, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else tiles, rows)
     histogram_kernel[grid](
         logits, temperature, top_k, tile_max, group_max, tile_sums, bin_counts, *strides,
         **tile_args, **row_args, **group_args,
@@ -220,7 +220,7 @@ def _dense_rows(logits: Tensor) -> Tensor:
 
 def _new_launch(logits: Tensor, tile: int, groups: int) -> _Launch:
     rows, vocab_size = logits.shape
-    tiles = triton.cdiv(vocab_size, tile)
+    tiles = cdiv(vocab_size, tile)
     tile_max = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     return _Launch(
         logits,
@@ -229,5 +229,5 @@ def _new_launch(logits: Tensor, tile: int, groups: int) -> _Launch:
         tile_max.new_empty(rows, tiles, dtype=torch.int64),
         # No more threads than logits: tl.histogram may count a value once per thread that holds a copy of it.
         {"V": vocab_size, "TILE": tile, "num_warps": max(1, min(_WARPS, tile // 32))},
-        {"NUM_TILES": tiles, "TILES_PAD": triton.next_power_of_2(tiles)},
+        {"NUM_TILES": tiles, "TILES_PAD": next_power_of_2(tiles)},
     )

@@ -5,10 +5,9 @@ Device code: step_kernels.py. Imports triton: import this module only on CUDA (o
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
-from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.launch import cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.step_kernels import best_kernel, choose_kernel
 
 TILE = 4096
@@ -21,7 +20,7 @@ def tile_maxima(x: Tensor, values: Tensor, tokens: Tensor) -> int:
     infinity.
     """
     rows, width = x.shape
-    tiles, pdl = triton.cdiv(width, TILE), overlaps(x)
+    tiles, pdl = cdiv(width, TILE), overlaps(x)
     best_kernel[(tiles, rows)](
         x, values, tokens, N=width, BLOCK=TILE, PDL=pdl, num_warps=8, **launch_options(pdl)
     )  # fmt: skip
@@ -51,7 +50,7 @@ def choose_greedy(
         last_tokens,
         next_tokens,
         tiles,
-        BLOCK=min(4096, triton.next_power_of_2(tiles)),
+        BLOCK=min(4096, next_power_of_2(tiles)),
         ADVANCE=positions is not None,
         PDL=pdl,
         num_warps=8,

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.kernels.hopper_prefill_kernels import BLOCK, ROWS, hopper_prefill_kernel, tile_list_kernel
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.paged_decode import _LOG2_E, by_kv_head
 from engine.kernels.paged_prefill import VarlenLayout
 
@@ -41,11 +41,11 @@ def pack_of(group: int) -> int:
 def tile_list(layout: VarlenLayout, tokens: int, group: int) -> Tensor:
     """Return the tiles of a step of `tokens` tokens as int32, for `hopper_prefill` with `group` heads per KV head."""
     chunks, tokens_each = len(layout.ends), 2 * ROWS // pack_of(group)
-    max_tiles = triton.cdiv(tokens, tokens_each) + chunks
+    max_tiles = cdiv(tokens, tokens_each) + chunks
     tiles = torch.empty(4 * max_tiles + 1, dtype=torch.int32, device=layout.ends.device)
-    tile_list_kernel[(triton.cdiv(max_tiles, LIST_STEP),)](
+    tile_list_kernel[(cdiv(max_tiles, LIST_STEP),)](
         layout.ends, layout.starts, layout.slots, tiles, chunks, max_tiles,
-        TOKENS=tokens_each, CHUNKS_PAD=triton.next_power_of_2(max(chunks, MIN_CHUNKS)), STEP=LIST_STEP, num_warps=4,
+        TOKENS=tokens_each, CHUNKS_PAD=next_power_of_2(max(chunks, MIN_CHUNKS)), STEP=LIST_STEP, num_warps=4,
     )  # fmt: skip
     return tiles
 

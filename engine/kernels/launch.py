@@ -1,4 +1,4 @@
-"""Device requirements of the kernels, and programmatic dependent launch (PDL).
+"""Device requirements of the kernels, sizes of grids, and programmatic dependent launch (PDL).
 
 A kernel launched with PDL may start while the previous kernel of its stream still runs. It calls `gdc_wait` before it
 reads or writes memory that an earlier kernel may write or read.
@@ -38,6 +38,16 @@ def has_hopper_kernels(device: torch.device, dtype: torch.dtype, dim: int, page_
         and dim in (64, 128)
         and page_size in (8, 16, 32, 64, 128)
     )
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return how many tiles of `size` cover `count`. Triton's own function takes 10 times as long on the host."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the smallest power of two that is at least `count`, which is positive. As fast as `cdiv`."""
+    return 1 << (count - 1).bit_length()
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

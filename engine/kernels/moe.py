@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.moe_kernels import combine_kernel, expert_gemm_kernel, sort_kernel
 
 MAX_SORT_BLOCK = 4096
@@ -63,7 +63,7 @@ def run_experts(
     entries = tokens * top_k
     order = torch.empty(entries, dtype=torch.int32, device=x.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    block = min(MAX_SORT_BLOCK, max(128, triton.next_power_of_2(entries)))
+    block = min(MAX_SORT_BLOCK, max(128, next_power_of_2(entries)))
     sort_kernel[(num_experts,)](
         experts, order, starts, entries, E=num_experts, BLOCK=block, num_warps=max(1, block // 512)
     )
@@ -72,10 +72,8 @@ def run_experts(
     outputs = torch.empty(entries, hidden, dtype=x.dtype, device=x.device)
     _grouped_gemm(gated, down, outputs, order, starts, top_k, False, tile)
     total = torch.empty_like(x)
-    block = min(1024, triton.next_power_of_2(hidden))
-    combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        outputs, weights, experts, total, TOP_K=top_k, H=hidden, BLOCK=block
-    )
+    block = min(1024, next_power_of_2(hidden))
+    combine_kernel[(tokens, cdiv(hidden, block))](outputs, weights, experts, total, TOP_K=top_k, H=hidden, BLOCK=block)
     return total
 
 
@@ -92,14 +90,14 @@ def _grouped_gemm(
     entries, outputs = out.shape
     num_experts, _, inputs = weight.shape
     tile = tile or choose_tile(entries, num_experts, gated, x.dtype)
-    expert_gemm_kernel[(max_tiles(entries, num_experts, tile.rows), triton.cdiv(outputs, tile.columns))](
+    expert_gemm_kernel[(max_tiles(entries, num_experts, tile.rows), cdiv(outputs, tile.columns))](
         x,
         weight,
         out,
         order,
         starts,
         E=num_experts,
-        E_PAD=triton.next_power_of_2(num_experts),
+        E_PAD=next_power_of_2(num_experts),
         TOP_K=top_k,
         N=outputs,
         K=inputs,

@@ -11,9 +11,8 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 
-from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.launch import cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.paged_decode_kernels import decode_kernel, prefix_kernel
 from engine.kernels.shared_prefixes import SharedPrefixes
 
@@ -101,19 +100,19 @@ def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_
     programs = batch * kv_heads
     if programs > UNSPLIT_PROGRAMS_PER_SM * num_sms:
         return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
-    blocks = max(1, triton.cdiv(max_keys, block_keys))
+    blocks = max(1, cdiv(max_keys, block_keys))
     return Splits(min(MAX_SPLITS, SPLIT_PROGRAMS_PER_SM * num_sms // programs, blocks), block_keys)
 
 
 def prefix_members(group: int) -> int:
     """Return how many rows share a program that reads their prefix, for `group` query heads per KV head; 0 if none."""
-    members = PREFIX_ROWS // triton.next_power_of_2(group)
+    members = PREFIX_ROWS // next_power_of_2(group)
     return members if members > 1 else 0
 
 
 def prefix_block(k_cache: torch.Tensor) -> int:
     """Return the keys per iteration of a program that attends to a shared prefix."""
-    row_bytes = triton.next_power_of_2(k_cache.shape[3]) * k_cache.element_size()
+    row_bytes = next_power_of_2(k_cache.shape[3]) * k_cache.element_size()
     return max(16, min(64, 16384 // row_bytes))
 
 
@@ -122,7 +121,7 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -
 
     Many one-warp programs per SM hide memory latency best. With few programs, each keeps more tiles in flight.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     block_keys = max(16, min(64, 8192 // row_bytes))
     stages = SINGLE_ROW_STAGES if rows == 1 else next(stages for limit, stages in STAGES if rows * kv_heads <= limit)
     return Tiling(block_keys, 1 if row_bytes <= 256 else 2, stages)
@@ -193,7 +192,7 @@ def paged_decode(
     block = prefix_block(k_cache)
     strides = (*k_cache.stride()[:3], page_table.stride(0))
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim)),
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, next_power_of_2(dim)),
         "PAGE": page_size, "PREFIX_SPLITS": prefix_splits, "BY_SLOT": slots is not None,
         "NORM": norm_rope.q_norm is not None, "ROPE": rotation is not None, "PDL": pdl,
         "PRECISION": "tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
@@ -202,14 +201,14 @@ def paged_decode(
         prefix_kernel[(kv_heads, len(members), prefix_splits)](
             q, k_cache, v_cache, *table, keys, members, num_groups, workspace.acc, workspace.lse,
             weights[0], norm_rope.cos, norm_rope.sin, *numbers, programs, *q.stride()[:3], *strides,
-            GROUP_PAD=triton.next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
+            GROUP_PAD=next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
             num_warps=4, num_stages=2, **constants,
         )  # fmt: skip
     decode_kernel[(kv_heads, batch, own_splits)](
         q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
-        *weights, norm_rope.cos, norm_rope.sin, *numbers, triton.cdiv(splits.min_keys, tiling.block_keys), programs,
+        *weights, norm_rope.cos, norm_rope.sin, *numbers, cdiv(splits.min_keys, tiling.block_keys), programs,
         *q.stride()[:3], *k_new.stride()[:2], *v_new.stride()[:2], *strides,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
+        GROUP_PAD=max(16, next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
         SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants,
     )  # fmt: skip

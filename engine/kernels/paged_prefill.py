@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.paged_decode import _LOG2_E, NormRope, by_kv_head, check_window
 from engine.kernels.paged_prefill_kernels import append_kernel, norm_rope_kernel, prefill_kernel
 
@@ -44,7 +44,7 @@ def choose_tile(tokens: int, heads: int, group: int, dim: int, itemsize: int = 2
     if itemsize > 2:
         return Tile(32, pack, 8, 2, 16)
     stages, block_keys = (3, 64) if dim <= 128 else (2, 32)
-    large = heads // pack * triton.cdiv(tokens, 128 // pack) >= FULL_DEVICE_PROGRAMS
+    large = heads // pack * cdiv(tokens, 128 // pack) >= FULL_DEVICE_PROGRAMS
     return Tile(128, pack, 8, stages, block_keys) if large else Tile(64, pack, 4, stages, block_keys)
 
 
@@ -97,8 +97,8 @@ def norm_rope_append(
         q if norm_rope.q_norm is None else norm_rope.q_norm, k if norm_rope.k_norm is None else norm_rope.k_norm,
         norm_rope.cos, norm_rope.sin, norm_rope.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
         page_table.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, Q_HEADS_PAD=triton.next_power_of_2(kv_heads * group),
-        KV_HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim), PAGE=page_size,
+        KV_HEADS=kv_heads, GROUP=group, Q_HEADS_PAD=next_power_of_2(kv_heads * group),
+        KV_HEADS_PAD=next_power_of_2(kv_heads), DIM=dim, DIM_PAD=next_power_of_2(dim), PAGE=page_size,
         NORM=norm_rope.q_norm is not None, num_warps=4,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def append_kv(
     append_kernel[(tokens,)](
         k, v, k_cache, v_cache, page_table, rows, positions, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         page_table.stride(0),
-        HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+        HEADS=kv_heads, HEADS_PAD=next_power_of_2(kv_heads), DIM=dim, DIM_PAD=next_power_of_2(dim),
         PAGE=page_size, num_warps=4,
     )  # fmt: skip
 
@@ -168,12 +168,12 @@ def paged_prefill(
     chunks = len(layout.ends)
     tile = tile or choose_tile(tokens, heads, group, dim, q.element_size())
     # the last tile of a chunk may be partial: at most one extra tile per chunk
-    tiles = triton.cdiv(tokens, tile.rows // tile.pack) + chunks
+    tiles = cdiv(tokens, tile.rows // tile.pack) + chunks
     prefill_kernel[(heads // tile.pack, tiles)](
         q, k_cache, v_cache, page_table, layout.ends, layout.starts, layout.slots, out, chunks, scale * _LOG2_E,
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
-        HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=page_size, CHUNKS_PAD=triton.next_power_of_2(chunks), ROWS=tile.rows, BLOCK=tile.block_keys,
+        HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, next_power_of_2(dim)),
+        PAGE=page_size, CHUNKS_PAD=next_power_of_2(chunks), ROWS=tile.rows, BLOCK=tile.block_keys,
         WINDOW=window or 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit products ignore it
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels.greedy import tile_maxima
-from engine.kernels.launch import SHARED_BYTES, launch_options, overlaps
+from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
 from engine.kernels.small_batch_gemm_kernels import matrix_kernel, vector_kernel
 from engine.kernels.step_kernels import gate_kernel, norm_kernel
@@ -62,13 +61,13 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchCo
     """
     if rows == 1:
         return _vector_config(outputs, inputs, gated)
-    tile_rows = max(16, min(64, triton.next_power_of_2(rows)))
-    output_tiles = triton.cdiv(outputs, TILE_OUTPUTS)
-    if rows > 64 and output_tiles * triton.cdiv(rows, 128) >= 96:
+    tile_rows = max(16, min(64, next_power_of_2(rows)))
+    output_tiles = cdiv(outputs, TILE_OUTPUTS)
+    if rows > 64 and output_tiles * cdiv(rows, 128) >= 96:
         tile_rows = 128
     if outputs >= WIDE:
         return LaunchConfig(tile_rows, TILE_OUTPUTS, 64, 1, 4, 5)
-    tiles = output_tiles * triton.cdiv(rows, tile_rows)
+    tiles = output_tiles * cdiv(rows, tile_rows)
     splits = _splits(tiles, rows, inputs)
     split_inputs = inputs // splits
     columns = 128 if tile_rows <= 64 else 64
@@ -81,7 +80,7 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool) -> LaunchCo
     stage_bytes = (TILE_OUTPUTS * (2 if gated else 1) + tile_rows) * columns * 2
     shared_bytes = SHARED_BYTES // 2 if two_per_sm else SHARED_BYTES
     # the first tile of weights takes shared memory besides the stages
-    stages = min(5, triton.cdiv(split_inputs, columns), shared_bytes // stage_bytes - 1)
+    stages = min(5, cdiv(split_inputs, columns), shared_bytes // stage_bytes - 1)
     return LaunchConfig(tile_rows, TILE_OUTPUTS, columns, splits, 4, max(2, stages))
 
 
@@ -105,13 +104,13 @@ def half_normed(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> int
     """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
     if rows == 1 or dtype == torch.float16:  # weights apply before the division: outliers may exceed float16's 65504
         return 0
-    return 0 if suits_library(rows, outputs, inputs, False) else triton.cdiv(outputs, TILE_OUTPUTS)
+    return 0 if suits_library(rows, outputs, inputs, False) else cdiv(outputs, TILE_OUTPUTS)
 
 
 def _vector_config(outputs: int, inputs: int, gated: bool) -> LaunchConfig:
     if outputs >= WIDE:
         return LaunchConfig(0, 16, 1024, 1, 4, 1)
-    columns = min(4096, triton.next_power_of_2(inputs))
+    columns = min(4096, next_power_of_2(inputs))
     if inputs % columns:
         columns = max(1024, columns // 2)
     tile = (16384 if columns >= 4096 else 8192) // columns // (2 if gated else 1)
@@ -137,18 +136,18 @@ class Scratch:
     ):
         self.normed = torch.empty(max_tokens * hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(max_tokens * widest, dtype=dtype, device=device)
-        split_rows = min(max(128, triton.next_power_of_2(max_tokens)), MAX_SPLIT_ROWS)
-        max_tiles = triton.cdiv(max(hidden, widest), TILE_OUTPUTS) * triton.cdiv(split_rows, 16)
+        split_rows = min(max(128, next_power_of_2(max_tokens)), MAX_SPLIT_ROWS)
+        max_tiles = cdiv(max(hidden, widest), TILE_OUTPUTS) * cdiv(split_rows, 16)
         self.partials = torch.empty(
             MAX_SPLITS * split_rows * (max(hidden, widest) + 128), dtype=torch.float32, device=device
         )
         self.arrivals = torch.zeros(max_tiles, dtype=torch.int32, device=device)
         # a single row uses narrower tiles, so it may need more entries than a few rows with wide tiles
-        single_row_tiles = triton.cdiv(vocab, _vector_config(vocab, hidden, False).tile_outputs)
-        best_count = max(single_row_tiles, max_rows * triton.cdiv(vocab, TILE_OUTPUTS))
+        single_row_tiles = cdiv(vocab, _vector_config(vocab, hidden, False).tile_outputs)
+        best_count = max(single_row_tiles, max_rows * cdiv(vocab, TILE_OUTPUTS))
         self.best = torch.empty(best_count, dtype=torch.float32, device=device)
         self.best_at = torch.empty_like(self.best, dtype=torch.int32)
-        self.squares = torch.empty(split_rows * triton.cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
+        self.squares = torch.empty(split_rows * cdiv(hidden, TILE_OUTPUTS), dtype=torch.float32, device=device)
 
     def maxima(self, rows: int, tiles: int) -> tuple[Tensor, Tensor]:
         """Return what the last `linear` with `best` wrote: the largest outputs and their indices, [rows, tiles]."""
@@ -170,7 +169,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         out,
         eps,
         H=width,
-        HP=triton.next_power_of_2(width),
+        HP=next_power_of_2(width),
         PDL=pdl,
         num_warps=8 if width > 2048 else 4,
         **launch_options(pdl),
@@ -218,7 +217,7 @@ def linear(
     if pick is None and suits_library(rows, outputs, inputs, gated):
         return _linear_cublas(x, matrix, out, scratch, norm, eps, bias, gated, add, best)
     pick = pick or choose_config(rows, outputs, inputs, gated)
-    tiles = triton.cdiv(outputs, pick.tile_outputs)
+    tiles = cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
     options = {
         "GATED": gated,
@@ -242,7 +241,7 @@ def linear(
             outputs,
             eps,
             M=rows,
-            M_PAD=triton.next_power_of_2(rows),
+            M_PAD=next_power_of_2(rows),
             K=inputs,
             BN=pick.tile_outputs,
             BK=pick.columns,
@@ -255,7 +254,7 @@ def linear(
     elif norm is not None:
         x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
     half_norm = next_norm is not None and half_normed(rows, outputs, inputs, out.dtype) > 0
-    matrix_kernel[(tiles, pick.splits, triton.cdiv(rows, pick.tile_rows))](
+    matrix_kernel[(tiles, pick.splits, cdiv(rows, pick.tile_rows))](
         x,
         matrix,
         x if bias is None else bias,
@@ -278,7 +277,7 @@ def linear(
         STAGES=pick.stages,
         HALF_NORM=half_norm,
         NUM_SQUARES=squares,
-        SQUARES_PAD=triton.next_power_of_2(max(1, squares)),
+        SQUARES_PAD=next_power_of_2(max(1, squares)),
         **options,
     )
     return tiles
@@ -313,5 +312,5 @@ def _linear_cublas(
         torch.mm(x, weight.T, out_dtype=product.dtype, out=product)
     width = out.shape[1]
     if gated:
-        gate_kernel[(rows, triton.cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+        gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
     return tile_maxima(out, scratch.best, scratch.best_at) if best else 0
