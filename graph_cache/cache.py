@@ -445,6 +445,8 @@ class GraphCache:
                     raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")
                 # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
                 known = any(one.key.site == key.site and not one.state.may_capture for one in self._entries.values())
+                has_run = known and key in site.ran and not self.pool.backend.capture_runs
+                site.ran.discard(key)
                 for body in site.bodies(key):
                     runner = GraphRunner(
                         body,
@@ -452,6 +454,7 @@ class GraphCache:
                         statics=lambda: site.static_tensors(key.bucket),
                         generators=site.generators,
                         warmup_runs=1 if known else None,
+                        checked=not has_run,
                         restores=site.restores,
                     )
                     runners.append(runner)

@@ -95,10 +95,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def verify(self, group: int) -> None:
+    def verify(self, group: int) -> bool:
         """Compare kernels with PyTorch on this device, for `group` query heads per KV head, and drop those that differ.
 
-        Called once, before steps are captured.
+        Returns whether none differed. Called once, before steps are captured.
         """
 
     def decode(self, metadata: DecodeMetadata) -> Attention:

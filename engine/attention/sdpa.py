@@ -126,8 +126,8 @@ class SdpaBackend:
     def prefix_members(self, group: int) -> int:
         return 0
 
-    def verify(self, group: int) -> None:
-        pass  # these are PyTorch's
+    def verify(self, group: int) -> bool:
+        return True  # these are PyTorch's
 
     def prefill(self, metadata: PrefillMetadata) -> Attention:
         return SdpaPrefill(self._kv, metadata)

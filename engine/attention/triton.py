@@ -61,9 +61,9 @@ class TritonBackend:
         is_16_bit = self._kv.dtype in (torch.bfloat16, torch.float16)
         return prefix_members(group) if is_16_bit and fits(self._kv.device) else 0
 
-    def verify(self, group: int) -> None:
+    def verify(self, group: int) -> bool:
         if self.hopper is None:
-            return
+            return True
         kv = self._kv
         with torch.cuda.device(kv.device):
             error = self.hopper.error_beside_torch(
@@ -72,6 +72,7 @@ class TritonBackend:
         if not error < MAX_ERROR:
             logger.warning("kernels for Hopper GPUs have a relative error of %.2g here: using others", error)
             self.hopper = None
+        return self.hopper is not None
 
     def decode(self, metadata: DecodeMetadata) -> FusedAttention:
         return TritonDecode(self._kv, metadata, self)

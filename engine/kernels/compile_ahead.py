@@ -226,11 +226,15 @@ class _Tasks:
         return task
 
     def finish(self) -> None:
-        """Run the tasks outside this rank's share, and wait for all."""
+        """Run the tasks outside this rank's share, wait for all, and load their kernels."""
         for index in sorted(range(len(self.tasks)), key=self._turn):
             if self._turn(index) > 0:
                 self._pool.submit(self.tasks[index].run)
         self._pool.shutdown()
+        if self._device.type == "cuda":
+            for task in self.tasks:
+                if task.exception() is None:
+                    task.result().run  # noqa: B018 (a property that loads the kernel)
 
     def errors(self) -> list[BaseException]:
         """Return the errors of the tasks that have run."""

@@ -10,7 +10,7 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from engine.layers.rotary import RotaryTable, rotate
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.dense_tensors import DenseTensors, HeadLayout, LayerTensors
-from engine.models.interface import ForwardContext, Model
+from engine.models.interface import ForwardContext, Model, tensor_kinds
 
 
 class SelfAttention(nn.Module):
@@ -187,6 +187,12 @@ class DenseModel(Model, nn.Module):
         from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
 
         return FusedDense(self, max_rows, max_tokens)
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        return [
+            (spec, tensor_kinds(layer.state_dict().items()))
+            for spec, layer in zip(self.cache_specs(), self.layers, strict=True)
+        ]
 
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
         return self.embedding(tokens if index is None else tokens.index_select(0, index))

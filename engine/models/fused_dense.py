@@ -15,16 +15,16 @@ TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor, nn
 
 from engine.attention.interface import FusedAttention
 from engine.distributed.collectives import TensorParallelCollectives
-from engine.kernels.launch import launch_options, overlaps
+from engine.kernels.launch import launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.paged_decode import NormRope
 from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linear
@@ -32,7 +32,7 @@ from engine.kernels.step_kernels import embed_kernel
 from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
 from engine.models.dense_tensors import FusableModel, LayerTensors, require_formats
-from engine.models.interface import ForwardContext, Model, TileMaxima
+from engine.models.interface import ForwardContext, Model, TileMaxima, tensor_kinds
 
 
 class FusedDense(Model):
@@ -83,6 +83,13 @@ class FusedDense(Model):
         """Return nothing: attention reads cos and sin at its positions from the whole tables."""
         return ()
 
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """See Model. No GEMM before the first layer starts its norm."""
+        return [
+            (index == 0, spec, tensor_kinds(self.tensors.layer(index).named_tensors()))
+            for index, spec in enumerate(self.cache_specs())
+        ]
+
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
         table = self.tensors.embedding
         if index is None:
@@ -97,7 +104,7 @@ class FusedDense(Model):
             self.tensors.first_token,
             len(table),
             H=width,
-            HP=triton.next_power_of_2(width),
+            HP=next_power_of_2(width),
             SPLIT=self.collectives is not None,
             PDL=pdl,
             **launch_options(pdl),

@@ -6,7 +6,8 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,7 @@ class Model(ABC):
     max_len: int
     collectives: TensorParallelCollectives | None = None
     """The collectives of a tensor-parallel step that wait on the device, to abandon them if a rank is lost."""
+    _layers_run: Sequence[int] | None = None
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -96,6 +98,10 @@ class Model(ABC):
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Return what each decoder layer stores, in layer order."""
         return self.config.cache_specs()
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """Return a key per decoder layer, equal for layers that launch the same kernels. By default all differ."""
+        return range(self.config.num_layers)
 
     def fused(self, max_rows: int, max_tokens: int) -> Model:
         """Return a model that computes the same with fused kernels on CUDA, on this model's tensors.
@@ -116,6 +122,24 @@ class Model(ABC):
     @abstractmethod
     def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Run decoder layer `index` on hidden [T, h]. Returns a new tensor, or `hidden` itself if changed in place."""
+
+    def run_layers(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Run the decoder layers on hidden [T, h]. Returns a new tensor, or `hidden` itself if changed in place."""
+        for index in range(self.config.num_layers) if self._layers_run is None else self._layers_run:
+            hidden = self.layer(index, hidden, context)
+        return hidden
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Make `run_layers` run only the first layer of each kind within the block, for a run without results."""
+        first_of_kind: dict[Hashable, int] = {}
+        for index, kind in enumerate(self.layer_kinds()):
+            first_of_kind.setdefault(kind, index)
+        self._layers_run = tuple(first_of_kind.values())
+        try:
+            yield
+        finally:
+            self._layers_run = None
 
     @abstractmethod
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -160,7 +184,13 @@ class Model(ABC):
 
         `attention` writes this step's keys and values. `rows`, `states`: see ForwardContext.
         """
-        hidden, context = self.embed(tokens), ForwardContext(self.rope(positions), attention, rows, states)
-        for index in range(self.config.num_layers):
-            hidden = self.layer(index, hidden, context)
-        return hidden
+        return self.run_layers(self.embed(tokens), ForwardContext(self.rope(positions), attention, rows, states))
+
+
+def tensor_kinds(tensors: Iterable[tuple[str, Tensor | None]]) -> tuple[Hashable, ...]:
+    """Return what decides which kernels read these named tensors: dtypes, shapes, strides and alignment."""
+    return tuple(
+        (name, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0)
+        for name, tensor in tensors
+        if tensor is not None
+    )

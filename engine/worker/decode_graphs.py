@@ -111,8 +111,7 @@ class DecodeStep:
     ) -> None:
         """Run the whole step on the first rows of the buffers."""
         out, shared = self._embed(state, len(next_tokens)), self._context(state, len(next_tokens), context)
-        for index in range(self.model.config.num_layers):
-            out = self.model.layer(index, out, shared)
+        out = self.model.run_layers(out, shared)
         if self._keeps_hidden:
             hidden.copy_(out)
         self._sample(state, out, logits, next_tokens)

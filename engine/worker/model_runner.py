@@ -253,21 +253,29 @@ class ModelRunner:
             self.zero_pages([])
             if self.states is not None:
                 self.states.zero(ids_to(self.device, [0]))
-            self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
-        if not self._can_mix():  # the kernels for it gave wrong results here
+            is_right = self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
+        if not is_right:  # steps run other kernels from here on
             self.max_mixed_decodes = 0
+            for site in self.cache.sites.values():
+                site.ran.clear()
         self.sampling_step.warm_up()
 
     def _run_without_launches(self) -> None:
         """Run the steps of warm-up on padding, as a capture does, where `compile_ahead` skips the launches.
 
-        All indices of the steps are static inputs or results of torch, so they are valid also then.
+        All indices of the steps are static inputs or results of torch, so they are valid also then. Kernels and
+        libraries' choices depend on shapes only, so one layer of each kind runs, and captures need no further run.
         """
         if self.config.warmup == "lazy" or not self.cache.enabled:
             self.sampling_step.warm_up()
             return
         pool, sites = self.cache.pool, list(self.cache.sites.values())
-        with pool.session(), pool.backend.on_capture_stream(), torch.inference_mode():
+        with (
+            pool.session(),
+            pool.backend.on_capture_stream(),
+            torch.inference_mode(),
+            self.step_model.one_layer_of_each_kind(),
+        ):
             for site in reversed(sites):  # sampling first: its kernels take longest to compile
                 saved = site.buffers.snapshot(site.buffers.max_rows)
                 site.buffers.fill_dummy()
@@ -277,6 +285,7 @@ class ModelRunner:
                 for key in keys:
                     try:
                         site.run_bodies(key)
+                        site.ran.add(key)
                     except Exception as error:
                         if self.cache.must_capture:  # other ranks wait for the rest of its collectives
                             raise

@@ -302,6 +302,34 @@ def test_warm_up_and_capture_leave_static_tensors_and_generators_as_they_were(po
     assert counter.tolist() == [2, 2, 2, 2]
 
 
+def test_a_key_that_has_run_needs_no_warm_up_run_on_a_gpu(pool, device):
+    calls = []
+
+    def double(x, y):
+        calls.append(len(x))
+        torch.mul(x, 2, out=y)
+
+    specs = {name: BufferSpec(("batch", WIDTH), torch.float32) for name in ("x", "y")}
+    cache = GraphCache(pool=pool)
+    site = cache.add_site(Site("double", [double], StaticBuffers(specs, 4, device), Buckets((2, 4))))
+    larger, smaller = cache.pending()
+    for key in (larger, smaller):  # the first key of a site is always warmed up
+        site.run_eager(key)
+        site.ran.add(key)
+    cache.warm()
+    assert calls.count(4) > 2
+    assert calls.count(2) - 1 == (3 if pool.backend.capture_runs else 1)  # a CPU's check with noise is a run too
+    assert not site.ran
+    x = torch.randn(2, WIDTH, device=device)
+    site.buffers.load({"x": x, "y": torch.zeros_like(x)}, 2, 2)
+    ran = cache.run(cache.plan("double", 2))
+    assert ran.is_graph and torch.equal(site.buffers["y"][:2], x * 2)
+    cache.evict(smaller)
+    calls.clear()
+    cache.warm()  # the site has a graph, so one warm-up run is enough
+    assert len(calls) == (3 if pool.backend.capture_runs else 2)
+
+
 def test_a_registered_generator_draws_fresh_numbers_as_eager_would(pool, device):
     generator = torch.Generator(device).manual_seed(3)
     out = torch.zeros(8, device=device)

@@ -39,12 +39,16 @@ with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_s
     assert running_children() == []
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
     fallbacks = sum(count for _, count in engine.stats().graphs["fallbacks"])
-print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks]))
+    digests = [row["digest"] for row in engine.graphs()]
+    engine._loop.runner.cache.invalidate("test")
+    engine.warm()  # with a warm-up run before each capture
+    digests_after = [row["digest"] for row in engine.graphs()]
+print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks, digests, digests_after]))
 """
 
 
-def start(model: Path, cache: Path, mode: str, **settings: object) -> tuple[list, list, int]:
-    """Return what an engine compiles, its answers, and the number of steps without a graph.
+def start(model: Path, cache: Path, mode: str, **settings: object) -> tuple[list, list, int, list, list]:
+    """Return what an engine compiles, its answers, the number of steps without a graph, and the graphs' digests, twice.
 
     What it compiles: (kernel, whether ahead, whether another process had compiled it) each.
     """
@@ -70,23 +74,24 @@ def test_warm_up_compiles_nothing_after_compilation_ahead(tiny_model, tmp_path, 
     model.mkdir()
     write_lively_model(tiny_model, model, seed=0)
     settings = {"warmup": "full", "kernels": kernels, "num_speculative_tokens": 2}
-    compiled, answers, fallbacks = start(model, cache, "ahead", **settings)
+    compiled, answers, fallbacks, digests, digests_after = start(model, cache, "ahead", **settings)
     assert len(compiled) > 15 and not_ahead(compiled) == []
     assert fallbacks == 0
-    compiled_later, same_answers, _ = start(model, cache, "at launch", **settings)
+    compiled_later, same_answers, *_ = start(model, cache, "at launch", **settings)
     assert compiled_later == []  # the cache on disk has every kernel that a start without compilation ahead launches
     assert same_answers == answers
+    assert len(digests) > 50 and all(digests) and digests_after == digests
 
 
 def test_the_check_of_hopper_kernels_compiles_nothing_either(tmp_path):
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
         "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": True, "max_position_embeddings": 4096,
-        "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 1024,
+        "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 1024,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    compiled, _, _ = start(tmp_path, tmp_path / "cache", "ahead", load_format="dummy", warmup="full")
+    compiled, *_ = start(tmp_path, tmp_path / "cache", "ahead", load_format="dummy", warmup="full")
     assert compiled and not_ahead(compiled) == []
 
 
@@ -94,6 +99,6 @@ def test_lazy_warm_up_compiles_only_sampling_ahead(tiny_model, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     write_lively_model(tiny_model, model, seed=0)
-    compiled, _, _ = start(model, tmp_path / "cache", "ahead", warmup="lazy")
+    compiled, *_ = start(model, tmp_path / "cache", "ahead", warmup="lazy")
     ahead = {name for name, is_ahead, _ in compiled if is_ahead}
     assert "sample_kernel" in ahead and "decode_kernel" not in ahead

@@ -1,0 +1,84 @@
+"""Kinds of decoder layers: a run of one layer of each kind launches every kernel that a whole step launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.loader.weights import load_hf_folder
+from engine.models import build_model, config_from_dict
+from engine.models.dense import DenseModel
+from tests.support import gemma3, qwen3_moe
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "vocab_size": 199, "hidden_size": 48, "num_hidden_layers": 4, "intermediate_size": 80, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 1e4, "attention_bias": False,
+}  # fmt: skip
+
+
+def dense_model() -> DenseModel:
+    model = build_model(config_from_dict(CONFIG), torch.float32, "cpu", 64)
+    assert isinstance(model, DenseModel)
+    return model
+
+
+def layers_run(model) -> list[int]:
+    """Return the indices of the layers that `run_layers` runs now."""
+    ran: list[int] = []
+    layer, model.layer = model.layer, lambda index, hidden, context: (ran.append(index), hidden)[1]
+    try:
+        model.run_layers(torch.zeros(1), None)
+    finally:
+        model.layer = layer
+    return ran
+
+
+def layers_of_each_kind(model) -> list[int]:
+    with model.one_layer_of_each_kind():
+        return layers_run(model)
+
+
+def test_a_dense_model_has_one_kind_of_layer():
+    model = dense_model()
+    assert layers_of_each_kind(model) == [0]
+    assert layers_run(model) == [0, 1, 2, 3]
+
+
+def test_the_block_ends_with_an_error_too():
+    model = dense_model()
+    with pytest.raises(ZeroDivisionError), model.one_layer_of_each_kind():
+        raise ZeroDivisionError
+    assert layers_run(model) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wanted"),
+    [
+        (gemma3.SHAPES, [0, 2]),  # every third layer attends to all tokens
+        (qwen3_moe.SHAPES | {"mlp_only_layers": [2]}, [0, 2]),
+    ],
+)
+def test_windows_and_experts_make_kinds_of_their_own(tmp_path, shapes, wanted):
+    support = gemma3 if "sliding_window_pattern" in shapes else qwen3_moe
+    support.reference_model(**shapes).save_pretrained(tmp_path)
+    _, model = load_hf_folder(str(tmp_path), torch.float32, torch.device("cpu"), 64)
+    assert layers_of_each_kind(model) == wanted
+
+
+def test_another_alignment_dtype_or_layout_is_another_kind():
+    model = dense_model()
+    norms = [layer.input_norm for layer in model.layers]
+    norms[1].weight.data = torch.ones(49)[1:]  # 4 bytes from an aligned address
+    norms[2].weight.data = torch.ones(48, dtype=torch.float64)
+    norms[3].weight.data = torch.ones(96)[::2]
+    assert layers_of_each_kind(model) == [0, 1, 2, 3]
+
+
+def test_layers_that_store_other_keys_are_another_kind():
+    model = dense_model()
+    first, *others = model.cache_specs()
+    model.cache_specs = lambda: (replace(first, scale=0.5), *others)
+    assert layers_of_each_kind(model) == [0, 1]
