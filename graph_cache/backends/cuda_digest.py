@@ -2,7 +2,7 @@
 
 Queries the driver API. Numbers of 4 and 8 bytes are compared by value. Addresses are only counted as such: another
 capture may place temporary tensors and workspaces elsewhere, and the cache watches the addresses of all others. Other
-arguments (structures of PyTorch's elementwise kernels, TMA descriptors) and pointers to the host's stack, which cuBLAS
+arguments (structures of PyTorch's elementwise kernels, TMA descriptors) and addresses of the host, such as cuBLAS
 passes, are unverified, as are all arguments before CUDA 12.4.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from ctypes import byref, c_char_p, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from graph_cache.backends.cuda_nodes import (
@@ -29,6 +31,7 @@ from graph_cache.digest import Digest, hashed
 
 _KERNEL, _MEMSET = 0, 2  # of CUgraphNodeType
 _MAX_ARGUMENTS = 4096
+_START_BRK = 44  # fields of /proc/self/stat between the name in parentheses and start_brk
 
 
 class _KernelParams(ctypes.Structure):
@@ -60,7 +63,7 @@ class _MemsetParams(ctypes.Structure):
 
 
 ADDRESS = "address"  # stands for an argument
-_STACK = range(1 << 32, 1 << 47)  # of the host, and its heap
+_HOST_START, _HOST_END = 1 << 32, 1 << 47  # of the host's stack, its libraries and most heaps
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,21 @@ def _argument(driver: ctypes.PyDLL, value: int) -> int | str | None:
     """Return what stands for an argument of 8 bytes in a digest; None if it is unverified."""
     if value and memory_type_result(driver, value) == 0:
         return ADDRESS
-    return None if value in _STACK else value
+    return None if value in _host_addresses() else value
+
+
+@functools.cache
+def _host_addresses() -> range:
+    """Return where this process may have host memory: its stack, its libraries and its heap.
+
+    The heap of a position-dependent executable begins below 4 GiB. An argument without contents, such as the function
+    object of `torch.where`, holds whatever was on the stack, often an address in the heap.
+    """
+    start = _HOST_START
+    if sys.platform == "linux":
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start = min(start, int(fields[_START_BRK]) or start)
+    return range(start, _HOST_END)
 
 
 @functools.lru_cache(maxsize=4096)
