@@ -124,8 +124,18 @@ class Stream:
         return False
 
 
-def drive(address: tuple[str, int], path: str, bodies: list[list[bytes]], key: str, pipe: Connection) -> None:
-    """One process: a stream per list of bodies, all begun when the pipe says so; sends its times back."""
+def drive(
+    address: tuple[str, int],
+    path: str,
+    bodies: list[list[bytes]],
+    delays: list[float],
+    key: str,
+    pipe: Connection,
+) -> None:
+    """One process: a stream per list of bodies, begun `delays` seconds after the pipe says so; sends its times back.
+
+    `delays` ascend.
+    """
     auth = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {address[0]}\r\n{auth}Content-Type: application/json\r\n"
@@ -134,14 +144,17 @@ def drive(address: tuple[str, int], path: str, bodies: list[list[bytes]], key: s
     streams = [Stream(address, one, head) for one in bodies]
     pipe.send("ready")
     pipe.recv()
-    cpu = time.process_time()
+    cpu, began = time.process_time(), time.perf_counter()
     with selectors.DefaultSelector() as selector:
-        for stream in streams:
-            stream.begin()
-            selector.register(stream, selectors.EVENT_READ)
+        waiting = list(zip(delays, streams, strict=True))[::-1]
         left = len(streams)
         while left:
-            for ready, _ in selector.select():
+            while waiting and time.perf_counter() >= began + waiting[-1][0]:
+                _, stream = waiting.pop()
+                stream.begin()
+                selector.register(stream, selectors.EVENT_READ)
+            timeout = max(0.0, began + waiting[-1][0] - time.perf_counter()) if waiting else None
+            for ready, _ in selector.select(timeout):
                 stream = ready.fileobj
                 if not stream.receive():
                     selector.unregister(stream)
@@ -168,8 +181,12 @@ def load(
     processes: int,
     seed: int,
     key: str = "",
+    over: float = 0.0,
 ) -> dict[str, Any]:
-    """`requests` streams by `clients` at a time; what came, when, and what this client's own processes spent on it."""
+    """`requests` streams by `clients` at a time; what came, when, and what this client's own processes spent on it.
+
+    The clients begin evenly spread over `over` seconds.
+    """
     parts = urlsplit(url)
     address, path = (parts.hostname or "127.0.0.1", parts.port or 80), parts.path.rstrip("/") + "/v1/completions"
     rng = random.Random(seed)
@@ -177,12 +194,14 @@ def load(
     for number in range(requests):
         prompt = [rng.randrange(*vocab) for _ in range(prompt_tokens)]
         shares[number % clients].append(json.dumps(body | {"prompt": prompt}).encode())
+    delays = [over * number / clients for number in range(clients)]
     count = min(processes, clients)
     context = multiprocessing.get_context("fork")
     pipes, workers = [], []
     for number in range(count):
         ours, theirs = context.Pipe()
-        worker = context.Process(target=drive, args=(address, path, shares[number::count], key, theirs), daemon=True)
+        mine = shares[number::count], delays[number::count]
+        worker = context.Process(target=drive, args=(address, path, *mine, key, theirs), daemon=True)
         worker.start()
         theirs.close()
         pipes.append(ours)
@@ -222,6 +241,7 @@ def summary(found: list[dict[str, Any]], clients: int, requests: int, processes:
 def ceiling_server(listener: socket.socket) -> None:
     """Answers every request with events made beforehand, one write each, without reading what it asks for."""
     selector = selectors.DefaultSelector()
+    listener.setblocking(False)
     selector.register(listener, selectors.EVENT_READ)
     chunk = b"%x\r\n%b\r\n" % (len(CEILING_EVENT), CEILING_EVENT)
     last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(CEILING_LAST), CEILING_LAST)
@@ -229,7 +249,11 @@ def ceiling_server(listener: socket.socket) -> None:
     while True:
         for ready, _ in selector.select(0 if left else None):
             if ready.fileobj is listener:
-                connection, _ = listener.accept()
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:  # another server took it
+                    continue
+                connection.setblocking(True)
                 selector.register(connection, selectors.EVENT_READ)
             elif not (data := ready.fileobj.recv(1 << 20)):
                 selector.unregister(ready.fileobj)
@@ -275,6 +299,7 @@ def add_arguments(parser: argparse.ArgumentParser, prompt_tokens: int = 512, voc
     parser.add_argument("--requests-per-client", type=harness.count, default=4)
     parser.add_argument("--prompt-tokens", type=harness.count, default=prompt_tokens)
     parser.add_argument("--output-tokens", type=harness.count, default=256)
+    parser.add_argument("--over", type=float, default=0.0, metavar="SECONDS", help="time over which clients begin")
     parser.add_argument("--vocab", type=id_range, default=vocab, metavar="LOW,HIGH", help="ids of the prompts")
     parser.add_argument("--processes", type=harness.count, default=max(1, (os.cpu_count() or 2) // 4))
     parser.add_argument("--rounds", type=harness.count, default=1, help="runs of each number of clients, all reported")
@@ -300,7 +325,9 @@ def run_loads(url: str, model: str, args: argparse.Namespace, report: harness.Re
         for number in range(-args.warm_up, args.rounds):
             seed = args.seed + 1009 * clients + number
             requests = clients * (1 if number < 0 else args.requests_per_client)
-            row = load(url, clients, requests, body, args.prompt_tokens, args.vocab, args.processes, seed, key)
+            row = load(
+                url, clients, requests, body, args.prompt_tokens, args.vocab, args.processes, seed, key, args.over
+            )
             if number >= 0:
                 report.add(row)
 
