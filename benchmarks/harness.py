@@ -42,6 +42,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> float:
+    """Convert an argument to a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def counts(text: str) -> list[int]:
     """Convert an argument such as 1,8,32 to a list of integers of at least 1."""
     return [count(part) for part in text.split(",")]

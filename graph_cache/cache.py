@@ -443,9 +443,10 @@ class GraphCache:
                 site.raise_if_refused()
                 if site.in_other_modes():
                     raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")
-                # A site's first capture loads modules lazily; a new shape then needs one run to select its kernels.
-                known = any(one.key.site == key.site and not one.state.may_capture for one in self._entries.values())
-                has_run = known and key in site.ran and not self.pool.backend.capture_runs
+                # A site's first capture loads modules lazily. A new shape then needs one run to select its kernels,
+                # unless it has run; with several ranks all of them must make the same runs, so each makes one.
+                known = any(one.key.site == key.site and one.state.captured for one in self._entries.values())
+                has_run = key in site.ran and not self.pool.backend.capture_runs and not self.must_capture
                 site.ran.discard(key)
                 for body in site.bodies(key):
                     runner = GraphRunner(
@@ -454,7 +455,7 @@ class GraphCache:
                         statics=lambda: site.static_tensors(key.bucket),
                         generators=site.generators,
                         warmup_runs=1 if known else None,
-                        checked=not has_run,
+                        checked=not (known and has_run),
                         restores=site.restores,
                     )
                     runners.append(runner)
@@ -547,6 +548,7 @@ class GraphCache:
         Keys whose capture failed are dropped too, so that they are tried again. Returns the number of dropped keys;
         only graphs are counted, under `reason`.
         """
+        self._forget_runs(site)
         return self._drop_where(lambda key: site is None or key.site == site, CaptureStatus.STALE, reason)
 
     def evict(self, key: GraphKey) -> bool:
@@ -557,8 +559,15 @@ class GraphCache:
 
     def clear(self) -> None:
         """Drop every graph and free their memory. The pool stays, and the same keys can be captured again."""
+        self._forget_runs()
         self._drop_where(lambda key: True, CaptureStatus.EVICTED, None)
         self._trim()
+
+    def _forget_runs(self, site: str | None = None) -> None:
+        """Forget which keys have run: they ran on memory that may have moved."""
+        for name, one in self._sites.items():
+            if site in (None, name):
+                one.ran.clear()
 
     def _trim(self) -> None:
         self.pool.trim()

@@ -83,7 +83,8 @@ class Site:
         self.generators = tuple(generators)
         self.restores = restores
         self.state: FunctionState | None = None  # of a function made by `GraphCache.graphed`
-        self.ran: set[GraphKey] = set()  # keys whose bodies have run since the last capture, with all kernels loaded
+        # Keys that ran and were not captured since, with all their kernels loaded: their captures need no warm-up run.
+        self.ran: set[GraphKey] = set()
         self.observed: set[GraphKey | None] = set()  # keys of which a call was observed; None: above all buckets
         # Of a checked site: whether each result has the batch first, and why it is never captured.
         self.batched_results: list[bool] | None = None

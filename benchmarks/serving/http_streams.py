@@ -299,7 +299,9 @@ def add_arguments(parser: argparse.ArgumentParser, prompt_tokens: int = 512, voc
     parser.add_argument("--requests-per-client", type=harness.count, default=4)
     parser.add_argument("--prompt-tokens", type=harness.count, default=prompt_tokens)
     parser.add_argument("--output-tokens", type=harness.count, default=256)
-    parser.add_argument("--over", type=float, default=0.0, metavar="SECONDS", help="time over which clients begin")
+    parser.add_argument(
+        "--over", type=harness.positive, metavar="SECONDS", help="over which clients begin; default: at once"
+    )
     parser.add_argument("--vocab", type=id_range, default=vocab, metavar="LOW,HIGH", help="ids of the prompts")
     parser.add_argument("--processes", type=harness.count, default=max(1, (os.cpu_count() or 2) // 4))
     parser.add_argument("--rounds", type=harness.count, default=1, help="runs of each number of clients, all reported")
@@ -325,9 +327,8 @@ def run_loads(url: str, model: str, args: argparse.Namespace, report: harness.Re
         for number in range(-args.warm_up, args.rounds):
             seed = args.seed + 1009 * clients + number
             requests = clients * (1 if number < 0 else args.requests_per_client)
-            row = load(
-                url, clients, requests, body, args.prompt_tokens, args.vocab, args.processes, seed, key, args.over
-            )
+            load_of = args.prompt_tokens, args.vocab, args.processes, seed, key, args.over or 0.0
+            row = load(url, clients, requests, body, *load_of)
             if number >= 0:
                 report.add(row)
 

@@ -158,25 +158,14 @@ def length_range(text: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def positive(text: str) -> float:
-    """Convert an argument to a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
     add_engine_arguments(parser, ("encore", "sglang"), context=17000)
-    parser.add_argument("--rate", type=positive, default=10.0, help="requests per second")
+    parser.add_argument("--rate", type=harness.positive, default=10.0, help="requests per second")
     parser.add_argument("--requests", type=harness.count, default=384)
     parser.add_argument("--prompts", type=length_range, default=(64, 4096), metavar="LOW,HIGH", help="input tokens")
     parser.add_argument("--outputs", type=length_range, default=(16, 512), metavar="LOW,HIGH", help="output tokens")
-    parser.add_argument("--long-every", type=positive, help="seconds between long prompts, in a second load")
+    parser.add_argument("--long-every", type=harness.positive, help="seconds between long prompts, in a second load")
     parser.add_argument("--warm-up", type=harness.count, default=32, help="requests before the loads, not counted")
     args = parser.parse_args(argv)
     if args.one:

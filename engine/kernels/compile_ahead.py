@@ -42,9 +42,9 @@ class CompiledAhead(NamedTuple):
     """What `compile_ahead` did.
 
     - kernels: number of specialisations, compiled or read from Triton's cache on disk.
-    - failed: how many of them did not compile.
+    - failed: how many of them did not compile, or could not be loaded.
     - recording_seconds: time of the run without launches, during which kernels compile already.
-    - remaining_seconds: time from then to the end of the last compilation.
+    - remaining_seconds: time from then until all are compiled and loaded.
     """
 
     kernels: int
@@ -101,7 +101,7 @@ def compile_ahead(
             len(tasks.process_errors), tasks.process_errors[0],
         )  # fmt: skip
     if errors:
-        logger.error("%d of them failed to compile; the first error: %r", result.failed, errors[0])
+        logger.error("%d of them failed to compile or load; the first error: %r", result.failed, errors[0])
     return result
 
 
@@ -206,6 +206,7 @@ class _Tasks:
         self.tasks: list[_Task] = []
         self.process_errors: list[Exception] = []
         self._device, self._rank, self._num_ranks = device, rank, num_ranks
+        self._load_errors: list[BaseException] = []
         self._loaded: set[Hashable] = set()
         self._processes = CompileWorkers()
         self._pool = ThreadPoolExecutor(workers, "compile-ahead", self._set_device)
@@ -231,14 +232,16 @@ class _Tasks:
             if self._turn(index) > 0:
                 self._pool.submit(self.tasks[index].run)
         self._pool.shutdown()
-        if self._device.type == "cuda":
-            for task in self.tasks:
-                if task.exception() is None:
-                    task.result().run  # noqa: B018 (a property that loads the kernel)
+        for task in self.tasks:
+            if task.exception() is None:
+                try:
+                    self._load(task.result())
+                except Exception as error:  # too much shared memory, for example
+                    self._load_errors.append(error)
 
     def errors(self) -> list[BaseException]:
-        """Return the errors of the tasks that have run."""
-        return [error for task in self.tasks if (error := task.exception()) is not None]
+        """Return the errors of the tasks that have run, and of loading their kernels."""
+        return [error for task in self.tasks if (error := task.exception()) is not None] + self._load_errors
 
     def _turn(self, index: int) -> int:
         """Return when this rank compiles a kernel: 0 for its own share, then those of the next ranks."""
@@ -271,7 +274,11 @@ class _Tasks:
     def _loaded_once(self, kernel: Any) -> Any:
         """Load the first kernel of each signature as its launch would, since Triton 3.6 builds a launcher in C then."""
         signature = kernel.src.fn.__name__, tuple(kernel.src.signature.values())
-        if self._device.type == "cuda" and signature not in self._loaded:
+        if signature not in self._loaded:
             self._loaded.add(signature)
-            kernel.run  # noqa: B018 (a property that loads the kernel)
+            self._load(kernel)
         return kernel
+
+    def _load(self, kernel: Any) -> None:
+        if self._device.type == "cuda":
+            kernel.run  # noqa: B018 (a property that loads the kernel)

@@ -189,8 +189,15 @@ class DenseModel(Model, nn.Module):
         return FusedDense(self, max_rows, max_tokens)
 
     def layer_kinds(self) -> Sequence[Hashable]:
+        """See Model. A subclass with a `layer` of its own, which may treat layers differently, must define its own."""
+        if type(self).layer is not DenseModel.layer:
+            return super().layer_kinds()
+        return self.kinds_of_modules()
+
+    def kinds_of_modules(self) -> Sequence[Hashable]:
+        """Return the kind of each layer by its cache spec, the types of its modules, and their tensors."""
         return [
-            (spec, tensor_kinds(layer.state_dict().items()))
+            (spec, tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
             for spec, layer in zip(self.cache_specs(), self.layers, strict=True)
         ]
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.attention.cache_spec import CacheSpec
 from engine.attention.interface import FusedAttention
 from engine.distributed.collectives import TensorParallelCollectives
 from engine.kernels.launch import launch_options, next_power_of_2, overlaps
@@ -84,11 +85,13 @@ class FusedDense(Model):
         return ()
 
     def layer_kinds(self) -> Sequence[Hashable]:
-        """See Model. No GEMM before the first layer starts its norm."""
-        return [
-            (index == 0, spec, tensor_kinds(self.tensors.layer(index).named_tensors()))
-            for index, spec in enumerate(self.cache_specs())
-        ]
+        """See Model. No GEMM before the first layer starts its norm; a layer's last GEMM starts the next norm."""
+
+        def kind(index: int, spec: CacheSpec) -> Hashable:
+            tensors = *self.tensors.layer(index).named_tensors(), ("next_norm", self._norm_after_layer(index))
+            return index == 0, spec, tensor_kinds(tensors)
+
+        return [kind(index, spec) for index, spec in enumerate(self.cache_specs())]
 
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
         table = self.tensors.embedding
@@ -142,9 +145,7 @@ class FusedDense(Model):
             gated=True,
             squares=self._partial_squares(rows, attention_out.shape[1]),
         )
-        last = index + 1 == self.depth
-        next_norm = self.tensors.norm if last else self.tensors.layer(index + 1).input_norm
-        self._add_linear(hidden, gated, layer.down, layer.down_bias, next_norm, buffer_index=1)
+        self._add_linear(hidden, gated, layer.down, layer.down_bias, self._norm_after_layer(index), buffer_index=1)
         return hidden
 
     def _add_linear(
@@ -164,6 +165,10 @@ class FusedDense(Model):
         With tensor parallelism it is 0, since the norm needs the all-reduced hidden.
         """
         return 0 if self.collectives else half_normed(rows, self.config.hidden_size, inputs, self.dtype)
+
+    def _norm_after_layer(self, index: int) -> Tensor:
+        """Return the weight of the norm that reads the output of layer `index`."""
+        return self.tensors.norm if index + 1 == self.depth else self.tensors.layer(index + 1).input_norm
 
     def _squares_after_layer(self, rows: int) -> int:
         """Return the partial sums of squares per row that a layer's last GEMM leaves for the norm after it."""

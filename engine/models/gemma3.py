@@ -5,7 +5,7 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +241,9 @@ class Gemma3Model(DenseModel):
         if self.config.windows[index] is not None:
             cos, sin = local_cos, local_sin
         return self.layers[index](hidden, cos, sin, context.attention)
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        return self.kinds_of_modules()  # the specs have the windows
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, softcap = super().compute_logits(hidden), self.config.logit_softcap

@@ -100,7 +100,10 @@ class Model(ABC):
         return self.config.cache_specs()
 
     def layer_kinds(self) -> Sequence[Hashable]:
-        """Return a key per decoder layer, equal for layers that launch the same kernels. By default all differ."""
+        """Return a key per decoder layer, equal for layers that launch the same kernels beside equal page tables.
+
+        By default all layers differ.
+        """
         return range(self.config.num_layers)
 
     def fused(self, max_rows: int, max_tokens: int) -> Model:
@@ -130,10 +133,13 @@ class Model(ABC):
         return hidden
 
     @contextmanager
-    def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Make `run_layers` run only the first layer of each kind within the block, for a run without results."""
+    def one_layer_of_each_kind(self, page_tables: Sequence[int]) -> Iterator[None]:
+        """Make `run_layers` run only the first layer of each kind within the block, for a run without results.
+
+        `page_tables` has the index of each layer's page table. Kernels differ between tables too: by their alignment.
+        """
         first_of_kind: dict[Hashable, int] = {}
-        for index, kind in enumerate(self.layer_kinds()):
+        for index, kind in enumerate(zip(self.layer_kinds(), page_tables, strict=True)):
             first_of_kind.setdefault(kind, index)
         self._layers_run = tuple(first_of_kind.values())
         try:

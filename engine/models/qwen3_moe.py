@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -129,6 +129,9 @@ class Qwen3MoeModel(DenseModel):
         if index not in self.config.sparse_layers:
             return super().layer(index, hidden, context)
         return self.layers[index](hidden, *context.rope, context.attention, context.valid)
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        return self.kinds_of_modules()  # layers with experts have other modules
 
     def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield `tensors` with stacked experts, of `GATE_UP` and `DOWN`, as views of each expert's matrices."""

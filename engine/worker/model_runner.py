@@ -248,14 +248,15 @@ class ModelRunner:
             return
         from engine.kernels.compile_ahead import compile_ahead  # triton is installed only with CUDA
 
-        compile_ahead(self._run_without_launches, self.device, rank=rank, num_ranks=num_ranks)
+        compiled = compile_ahead(self._run_without_launches, self.device, rank=rank, num_ranks=num_ranks)
         with torch.inference_mode():  # nothing computed what the run stored in the entries of padding: it may be NaN
             self.zero_pages([])
             if self.states is not None:
                 self.states.zero(ids_to(self.device, [0]))
             is_right = self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
-        if not is_right:  # steps run other kernels from here on
+        if not is_right:
             self.max_mixed_decodes = 0
+        if not is_right or compiled is None or compiled.failed:  # steps run other kernels, or kernels not loaded yet
             for site in self.cache.sites.values():
                 site.ran.clear()
         self.sampling_step.warm_up()
@@ -274,7 +275,7 @@ class ModelRunner:
             pool.session(),
             pool.backend.on_capture_stream(),
             torch.inference_mode(),
-            self.step_model.one_layer_of_each_kind(),
+            self.step_model.one_layer_of_each_kind(self.kv.group_of),
         ):
             for site in reversed(sites):  # sampling first: its kernels take longest to compile
                 saved = site.buffers.snapshot(site.buffers.max_rows)

@@ -38,6 +38,13 @@ def test_counts_rejects_what_is_no_positive_integer(text):
         harness.counts(text)
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "", "a"])
+def test_positive_rejects_what_is_no_number_above_0(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0"):
+        harness.positive(text)
+    assert harness.positive("0.5") == 0.5
+
+
 def test_counts_and_names_split_at_commas():
     assert harness.counts("1,8,32") == [1, 8, 32]
     assert harness.names({"decode": 0, "prefill": 1})("prefill,decode") == ["prefill", "decode"]

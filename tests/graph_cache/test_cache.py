@@ -54,6 +54,56 @@ def test_names_of_sites_are_unique():
         cache.graphed("fn", lambda x: x, INPUT, buckets=(1,))
 
 
+class Doubling:
+    """A site of two buckets that counts its runs by rows, in a cache as on a GPU: a capture has no effects of a run."""
+
+    def __init__(self, monkeypatch, fails_at=0):
+        self.runs, self.fails_at = [], fails_at
+        specs = {name: BufferSpec((BATCH, WIDTH), torch.float32) for name in ("x", "y")}
+        self.cache = GraphCache()
+        monkeypatch.setattr(self.cache.pool.backend, "capture_runs", False)
+        buffers = StaticBuffers(specs, 4, torch.device("cpu"))
+        self.site = self.cache.add_site(Site("double", [self.double], buffers, Buckets((2, 4))))
+        self.keys = self.cache.pending()
+        self.site.ran.update(self.keys)
+
+    def double(self, x, y):
+        if len(x) == self.fails_at:
+            raise ZeroDivisionError
+        self.runs.append((len(x), self.cache.warming))
+        torch.mul(x, 2, out=y)
+
+    def warmed_up(self):
+        """Return whether the captures of 4 and 2 rows had warm-up runs, in this `warm`."""
+        self.runs.clear()
+        self.cache.warm()
+        return [(rows, True) in self.runs for rows in (4, 2)]
+
+
+def test_a_key_that_has_run_is_captured_without_a_warm_up_run(monkeypatch):
+    site = Doubling(monkeypatch)
+    assert site.warmed_up() == [True, False]  # the first of a site loads what captures must not
+    site.cache.evict(site.keys[1])
+    assert site.warmed_up() == [False, True]  # it was captured since it ran
+
+
+def test_a_capture_has_a_warm_up_run_if_an_earlier_one_failed(monkeypatch):
+    assert Doubling(monkeypatch, fails_at=4).warmed_up() == [False, True]
+
+
+def test_a_capture_has_a_warm_up_run_after_an_invalidation(monkeypatch):
+    site = Doubling(monkeypatch)
+    site.cache.warm_next(site.keys[0])
+    site.cache.invalidate("test")
+    assert site.warmed_up() == [True, True]
+
+
+def test_captures_of_several_ranks_have_a_warm_up_run(monkeypatch):
+    site = Doubling(monkeypatch)
+    site.cache.must_capture = True
+    assert site.warmed_up() == [True, True]
+
+
 def test_a_kept_plan_is_reevaluated_after_an_eviction():
     cache, run = graphed(lambda x: x * 2, capture_on_miss=False)
     cache.warm()

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from engine.kernels import compile_worker
-from engine.kernels.compile_ahead import compile_ahead
+from engine.kernels.compile_ahead import _Tasks, compile_ahead
 from engine.kernels.launch import has_hopper_kernels
 from engine.kernels.small_batch_gemm import rms_norm
 from engine.kernels.step_kernels import gate_kernel
@@ -159,6 +159,14 @@ def test_a_kernel_that_does_not_compile_is_logged_and_raises_at_its_launch(compi
     assert "1 of them failed" in error and "power of 2" in error
     with pytest.raises(triton.CompilationError, match="power of 2"):
         gate(48)
+
+
+def test_kernels_that_can_not_be_loaded_count_as_failed(compilations, monkeypatch, caplog):
+    """The driver of these tests loads none. Both have one signature: a worker loads the first, `finish` the other."""
+    monkeypatch.setattr(_Tasks, "_set_device", lambda tasks: None)
+    found = compile_ahead(lambda: [norm(64), norm(128)], torch.device("cuda"))
+    assert found is not None and (found.kernels, found.failed) == (2, 2)
+    assert "2 of them failed to compile or load" in caplog.text and "launcher_cls" in caplog.text
 
 
 def test_an_error_of_the_run_is_raised_and_launches_work_as_before(compilations):

@@ -220,6 +220,16 @@ def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
             assert torch.equal(state.last_tokens[slots], chosen) and torch.equal(state.positions[:rows], positions)
 
 
+def test_layers_of_the_fused_model_differ_by_the_norms_that_their_gemms_start():
+    model = small_model(num_hidden_layers=5)
+    fused = model.fused(4, 4)
+    first, *others = fused.layer_kinds()
+    assert first not in others and len(set(others)) == 1
+    weight = model.layers[3].input_norm.weight
+    weight.data = torch.ones(65, device=DEVICE, dtype=DTYPE)[1:]  # 2 bytes from an aligned address
+    assert [fused.layer_kinds().index(kind) for kind in fused.layer_kinds()] == [0, 1, 2, 3, 1]
+
+
 def test_padded_rows_do_not_advance_and_non_finite_logits_give_no_token():
     model = small_model()
     layout = Layout(4, 2)

@@ -10,6 +10,7 @@ import torch
 from engine.loader.weights import load_hf_folder
 from engine.models import build_model, config_from_dict
 from engine.models.dense import DenseModel
+from engine.models.gemma3 import Gemma3MLP
 from tests.support import gemma3, qwen3_moe
 
 CONFIG = {
@@ -36,8 +37,8 @@ def layers_run(model) -> list[int]:
     return ran
 
 
-def layers_of_each_kind(model) -> list[int]:
-    with model.one_layer_of_each_kind():
+def layers_of_each_kind(model, page_tables=None) -> list[int]:
+    with model.one_layer_of_each_kind(page_tables or [0] * model.config.num_layers):
         return layers_run(model)
 
 
@@ -49,7 +50,7 @@ def test_a_dense_model_has_one_kind_of_layer():
 
 def test_the_block_ends_with_an_error_too():
     model = dense_model()
-    with pytest.raises(ZeroDivisionError), model.one_layer_of_each_kind():
+    with pytest.raises(ZeroDivisionError), model.one_layer_of_each_kind([0] * 4):
         raise ZeroDivisionError
     assert layers_run(model) == [0, 1, 2, 3]
 
@@ -68,12 +69,34 @@ def test_windows_and_experts_make_kinds_of_their_own(tmp_path, shapes, wanted):
     assert layers_of_each_kind(model) == wanted
 
 
-def test_another_alignment_dtype_or_layout_is_another_kind():
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.ones(49)[1:],  # 4 bytes from an aligned address
+        torch.ones(48, dtype=torch.float64),
+        torch.ones(96)[::2],
+        torch.ones(52),
+    ],
+)
+def test_another_alignment_dtype_or_layout_is_another_kind(weight):
     model = dense_model()
-    norms = [layer.input_norm for layer in model.layers]
-    norms[1].weight.data = torch.ones(49)[1:]  # 4 bytes from an aligned address
-    norms[2].weight.data = torch.ones(48, dtype=torch.float64)
-    norms[3].weight.data = torch.ones(96)[::2]
+    model.layers[2].input_norm.weight.data = weight
+    assert layers_of_each_kind(model) == [0, 2]
+
+
+def test_other_modules_and_other_page_tables_make_other_kinds():
+    model = dense_model()
+    model.layers[3].mlp.__class__ = Gemma3MLP  # the same parameters, another activation
+    assert layers_of_each_kind(model) == [0, 3]
+    assert layers_of_each_kind(model, [0, 1, 0, 0]) == [0, 1, 3]
+
+
+def test_all_layers_of_a_model_that_calls_them_in_its_own_way_differ():
+    class Mixed(DenseModel):
+        def layer(self, index, hidden, context):
+            return super().layer(index, hidden, context) if index % 2 else hidden
+
+    model = Mixed(config_from_dict(CONFIG), torch.float32, "cpu", 64)
     assert layers_of_each_kind(model) == [0, 1, 2, 3]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.lively import write_lively_model
+from tests.support.gemma3 import write_lively_gemma3
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[3]
@@ -34,8 +35,9 @@ if not is_ahead:
 prompts = [[3 + 7 * index % 200 for index in range(length)] for length in (1, 2, 17, 130, 500)]
 params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=1, temperature=temperature, top_p=top_p)
           for temperature, top_p in ((0, 1), (0, 1), (1, 1), (1, 0.9), (0, 1))]
-with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_seqs=24, max_model_len=1024,
-                         num_pages=400, max_num_batched_tokens=600, graph_manifest="none", **settings)) as engine:
+settings = {"max_model_len": 1024} | settings
+with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_seqs=24, num_pages=400,
+                         max_num_batched_tokens=600, graph_manifest="none", **settings)) as engine:
     assert running_children() == []
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
     fallbacks = sum(count for _, count in engine.stats().graphs["fallbacks"])
@@ -81,6 +83,16 @@ def test_warm_up_compiles_nothing_after_compilation_ahead(tiny_model, tmp_path, 
     assert compiled_later == []  # the cache on disk has every kernel that a start without compilation ahead launches
     assert same_answers == answers
     assert len(digests) > 50 and all(digests) and digests_after == digests
+
+
+def test_layers_with_page_tables_of_another_alignment_compile_nothing_late(tiny_model, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_lively_gemma3(tiny_model, model)
+    settings = {"warmup": "full", "max_model_len": 1000}  # 63 pages a table: every other table is not aligned
+    compiled, _, fallbacks, digests, digests_after = start(model, tmp_path / "cache", "ahead", **settings)
+    assert compiled and not_ahead(compiled) == []
+    assert fallbacks == 0 and all(digests) and digests_after == digests
 
 
 def test_the_check_of_hopper_kernels_compiles_nothing_either(tmp_path):
