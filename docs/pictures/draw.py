@@ -75,7 +75,7 @@ def capture_and_replay() -> Canvas:
     c.text(20, 52, "start-up", "title")
     for index, text in enumerate(("warm-up run", "warm-up run", "capture")):
         c.box(130 + index * 130, 30, 120, 36, text, "orange" if index < 2 else "blue")
-    c.text(530, 52, "per bucket, the largest first; later ones need one warm-up run or none", "small")
+    c.text(530, 52, "per bucket, the largest first; later ones need one such run or none", "small")
     c.text(20, 132, "a step", "title")
     c.box(130, 110, 150, 40, "plan(rows)", "plain")
     c.box(360, 90, 170, 34, "graph of the bucket", "blue")
