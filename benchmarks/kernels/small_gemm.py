@@ -23,6 +23,7 @@ import torch
 from benchmarks import harness
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import copy_bandwidth, graph_us
+from engine.kernels.launch import next_power_of_2
 
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.kernels.linear_weight import LinearWeight
@@ -73,7 +74,7 @@ def candidates(case: Case, rows: int) -> list[LaunchConfig]:
             found.append(LaunchConfig(0, bn, bk, 1, warps, 1))
     if rows == 1:
         return list(dict.fromkeys(found))
-    full = max(16, 1 << (rows - 1).bit_length())
+    full = max(16, next_power_of_2(rows))
     tiles = [full] if full <= 64 else [size for size in (64, 128, 256) if size <= full]
     for padded, bn, bk, splits, warps, stages in itertools.product(
         tiles, (64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 5)

@@ -327,8 +327,18 @@ def run_loads(url: str, model: str, args: argparse.Namespace, report: harness.Re
         for number in range(-args.warm_up, args.rounds):
             seed = args.seed + 1009 * clients + number
             requests = clients * (1 if number < 0 else args.requests_per_client)
-            load_of = args.prompt_tokens, args.vocab, args.processes, seed, key, args.over or 0.0
-            row = load(url, clients, requests, body, *load_of)
+            row = load(
+                url,
+                clients,
+                requests,
+                body,
+                args.prompt_tokens,
+                args.vocab,
+                args.processes,
+                seed,
+                key,
+                args.over or 0.0,
+            )
             if number >= 0:
                 report.add(row)
 

@@ -34,7 +34,7 @@ def choose_tile(entries: int, experts: int, gated: bool, dtype: torch.dtype) -> 
     rows, so small tiles waste least; a prefill is bound by math. float32 is multiplied without tensor cores, where
     large tiles spill registers.
     """
-    mean = -(-entries // experts)
+    mean = cdiv(entries, experts)
     if dtype == torch.float32:
         return GemmTile(16, 32, 32, 4, 2) if mean <= 16 else GemmTile(32, 32, 32, 4, 2)
     if mean <= 16:

@@ -64,6 +64,7 @@ from engine.worker.step_input import (
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
+from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -248,28 +249,32 @@ class ModelRunner:
             return
         from engine.kernels.compile_ahead import compile_ahead  # triton is installed only with CUDA
 
-        compiled = compile_ahead(self._run_without_launches, self.device, rank=rank, num_ranks=num_ranks)
+        ran: list[GraphKey] = []
+        compiled = compile_ahead(
+            lambda: ran.extend(self._run_without_launches()), self.device, rank=rank, num_ranks=num_ranks
+        )
         with torch.inference_mode():  # nothing computed what the run stored in the entries of padding: it may be NaN
             self.zero_pages([])
             if self.states is not None:
                 self.states.zero(ids_to(self.device, [0]))
             is_right = self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
-        if not is_right:
+        if not is_right:  # steps run other kernels from here on
             self.max_mixed_decodes = 0
-        if not is_right or compiled is None or compiled.failed:  # steps run other kernels, or kernels not loaded yet
-            for site in self.cache.sites.values():
-                site.ran.clear()
+        elif compiled is not None and not compiled.failed:  # all kernels are loaded
+            for key in ran:
+                self.cache.sites[key.site].ran.add(key)
         self.sampling_step.warm_up()
 
-    def _run_without_launches(self) -> None:
-        """Run the steps of warm-up on padding, as a capture does, where `compile_ahead` skips the launches.
+    def _run_without_launches(self) -> list[GraphKey]:
+        """Run the steps of warm-up on padding, where `compile_ahead` skips the launches. Returns the keys that ran.
 
         All indices of the steps are static inputs or results of torch, so they are valid also then. Kernels and
         libraries' choices depend on shapes only, so one layer of each kind runs, and captures need no further run.
         """
         if self.config.warmup == "lazy" or not self.cache.enabled:
             self.sampling_step.warm_up()
-            return
+            return []
+        ran: list[GraphKey] = []
         pool, sites = self.cache.pool, list(self.cache.sites.values())
         with (
             pool.session(),
@@ -286,12 +291,13 @@ class ModelRunner:
                 for key in keys:
                     try:
                         site.run_bodies(key)
-                        site.ran.add(key)
+                        ran.append(key)
                     except Exception as error:
                         if self.cache.must_capture:  # other ranks wait for the rest of its collectives
                             raise
                         logger.warning("the kernels of %s are not compiled ahead: %s", key, error)
                 site.buffers.restore(saved)
+        return ran
 
     # ---- on the host -----------------------------------------------------------------------------------------------
 
