@@ -29,7 +29,7 @@ from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.models import config_from_folder
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.models.interface import ForwardContext
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -37,18 +37,18 @@ from engine.worker.input_buffers import Layout
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.attention import triton as triton_attention
     from engine.attention.triton import TritonBackend
-    from engine.models import fused_dense
-    from engine.models.fused_dense import FusedDense
+    from engine.models import fused_decoder
+    from engine.models.fused_decoder import FusedDecoder
 
 NEEDS = "1 GPU"
 PAGE = 16
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def build(shape: str, rows: int, context: int) -> tuple[DenseModel, FusedDense, KVCache, Any]:
+def build(shape: str, rows: int, context: int) -> tuple[Decoder, FusedDecoder, KVCache, Any]:
     """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state."""
     config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
-    model = DenseModel(config, torch.bfloat16, "cuda", max_len=4096)
+    model = Decoder(config, torch.bfloat16, "cuda", max_len=4096)
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
@@ -62,12 +62,12 @@ def build(shape: str, rows: int, context: int) -> tuple[DenseModel, FusedDense, 
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
     order = torch.randperm(rows * pages_each, device="cuda") + 1
     state.page_tables[0, 1:, :pages_each] = order.view(rows, pages_each)
-    return model, FusedDense(model, rows, rows), kv, state
+    return model, model.fused(rows, rows), kv, state
 
 
 def measure(
-    model: DenseModel,
-    fused: FusedDense,
+    model: Decoder,
+    fused: FusedDecoder,
     kv: KVCache,
     state: Any,
     rows: int,
@@ -129,12 +129,12 @@ def timed(
 
 
 @contextmanager
-def left_out(fused: FusedDense, part: str) -> Iterator[None]:
+def left_out(fused: FusedDecoder, part: str) -> Iterator[None]:
     """Leave the launches of this part out of steps within the block; their results are meaningless."""
     layers = [fused.tensors.layer(index) for index in range(fused.depth)]
     without = {getattr(layer, part).data_ptr() for layer in layers} if part in PRODUCTS else set()
-    linear, attend = fused_dense.linear, triton_attention.paged_decode
-    fused_dense.linear = lambda x, weight, *rest, **more: (
+    linear, attend = fused_decoder.linear, triton_attention.paged_decode
+    fused_decoder.linear = lambda x, weight, *rest, **more: (
         0 if weight.data_ptr() in without else linear(x, weight, *rest, **more)
     )
     if part == "attention":
@@ -142,7 +142,7 @@ def left_out(fused: FusedDense, part: str) -> Iterator[None]:
     try:
         yield
     finally:
-        fused_dense.linear, triton_attention.paged_decode = linear, attend
+        fused_decoder.linear, triton_attention.paged_decode = linear, attend
 
 
 def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, float]]:

@@ -41,14 +41,17 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """RMSNorm: y = weight * x / sqrt(mean(x²) + eps) over the last dimension, for x of any leading shape.
 
-    y is a new tensor of x's dtype.
+    y is a new tensor of x's dtype. `weight_offset`: the factor is 1 + weight, in float32 until y is rounded (Gemma).
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, weight_offset: bool = False):
         super().__init__(size, eps, dtype, device)
+        self.weight_offset = weight_offset
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight_offset:
+            return (self.normalise(x.float()) * (1.0 + self.weight.float())).type_as(x)
         if x.is_cuda:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return self.normalise(x) * self.weight
@@ -65,18 +68,30 @@ class HeadNorm(_Norm):
     """RMSNorm of each head of q and k together, [T, H + KV, D]: q's weight for the first H heads, k's for the others.
 
     q and k share one normalisation and one multiplication. The two weights [D] are expanded per head at each call, so
-    that in-place weight updates take effect immediately.
+    that in-place weight updates take effect immediately. `weight_offset` as in RMSNorm.
     """
 
-    def __init__(self, heads: int, kv_heads: int, size: int, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        weight_offset: bool = False,
+    ):
         super().__init__(size, eps, dtype, device)
-        self.heads, self.kv_heads = heads, kv_heads
+        self.heads, self.kv_heads, self.weight_offset = heads, kv_heads, weight_offset
         self.q_weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.k_weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, qk: Tensor) -> Tensor:
-        rows = (self.q_weight.expand(self.heads, -1), self.k_weight.expand(self.kv_heads, -1))
-        return self.normalise(qk) * torch.cat(rows)
+        weight = torch.cat((self.q_weight.expand(self.heads, -1), self.k_weight.expand(self.kv_heads, -1)))
+        if self.weight_offset:
+            return (self.normalise(qk.float()) * (1.0 + weight.float())).type_as(qk)
+        return self.normalise(qk) * weight
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         """Map the two weights' Hugging Face names to their slots."""

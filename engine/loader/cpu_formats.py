@@ -17,7 +17,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.float32_table import Float32Embedding, Float32Head
 from engine.layers.int4 import Int4Linear, fits_int4, int4_available
 from engine.layers.linear import Linear
-from engine.models import DenseModel, ModelConfig, build_model, config_from_dict
+from engine.models import Decoder, ModelConfig, build_model, config_from_dict
 from engine.models.interface import Model
 
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
@@ -90,7 +90,7 @@ def load_gguf(
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
     format, Q4_1 matrices are converted code by code; all other tensors are dequantised exactly and rounded to the
-    dtype. `max_len` as in DenseModel. Raises ModelError for an unusable file.
+    dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
     """
     source = GGUFModel(open_gguf(path))
     config = config_from_dict(source.config, path)
@@ -102,7 +102,7 @@ def load_gguf(
         torch_dtype = _DTYPE_OF_FORMAT[chosen]
     model = build_model(config, torch_dtype, device, max_len)
     loaded: set[str] = set()
-    if chosen == "int4" and isinstance(model, DenseModel):  # GGUF files hold dense models only
+    if chosen == "int4" and isinstance(model, Decoder):  # GGUF files hold dense models only
         loaded = _fill_int4(model, source)
     try:
         slots = model.weight_slots()
@@ -120,9 +120,9 @@ def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
     For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised: the head
     gets float32 storage. Parameter addresses change, so call it before graphs are captured. `keep_dense` None: decide
     by KEEP_DENSE_BYTES. Raises ModelError for a shard of a tensor-parallel model, and for a model that is not a
-    DenseModel.
+    Decoder.
     """
-    if not isinstance(model, DenseModel):
+    if not isinstance(model, Decoder):
         raise ModelError(f"{model.config.architecture} can't be quantised; use cpu_weight_format bf16 or fp32")
     if model.parallel.size > 1:
         raise ModelError("int4 weights can't be split over tensor-parallel ranks; use cpu_weight_format bf16 or fp32")
@@ -141,7 +141,7 @@ def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
             model.lm_head.weight.copy_(head)
 
 
-def _store_head_in_float32(model: DenseModel) -> bool:
+def _store_head_in_float32(model: Decoder) -> bool:
     """Replace the head, and the embedding if it is tied to it, by empty ones in float32 storage, unless too large."""
     size = (model.config.vocab_size, model.config.hidden_size)
     if 4 * math.prod(size) > FLOAT32_HEAD_BYTES:
@@ -154,7 +154,7 @@ def _store_head_in_float32(model: DenseModel) -> bool:
     return True
 
 
-def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
+def _fill_int4(model: Decoder, source: GGUFModel) -> set[str]:
     """Replace and fill every projection whose parts are all Q4_1; return the names of the loaded weights.
 
     Each thread converts projections of its own. Threads that share the many small operations of a conversion wait for
@@ -188,7 +188,7 @@ def _fill_int4(model: DenseModel, source: GGUFModel) -> set[str]:
     return {name for _, _, names in found for name in names}
 
 
-def _projection_prefixes(model: DenseModel) -> list[tuple[str, nn.Module]]:
+def _projection_prefixes(model: Decoder) -> list[tuple[str, nn.Module]]:
     """Return (Hugging Face name prefix, module) of every module that owns projections."""
     return [
         (f"model.layers.{index}.{name}", layer.get_submodule(attribute))
@@ -201,5 +201,5 @@ def _empty_int4(old: Linear, keep_dense: bool) -> Int4Linear:
     return Int4Linear(old.parts, old.inputs, bias=old.bias is not None, keep_dense=keep_dense)
 
 
-def _dense_copies_fit(model: DenseModel) -> bool:
+def _dense_copies_fit(model: Decoder) -> bool:
     return sum(getattr(parent, name).weight.nbytes for _, parent, name in model.linears()) <= KEEP_DENSE_BYTES

@@ -19,6 +19,12 @@ from engine.models.config import ModelConfig
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that are fixed in Megatron-Core's rope scaling."""
 
+TRANSLATED = frozenset(
+    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm sliding_window bos_token_id
+    eos_token_ids dtype""".split()
+)
+"""Options of ModelConfig that are translated, or refused below with a reason."""
+
 TRAINING_ONLY = ("hidden_dropout", "attention_dropout")
 """Fields that a trainer may set to other values: they don't change what the weights compute in inference."""
 
@@ -107,8 +113,8 @@ def _same_frequencies(model: nn.Module, config: ModelConfig) -> bool:
 def _unsupported(config: ModelConfig) -> list[str]:
     """List the features for which Megatron-Core has no setting."""
     problems: list[str] = []
-    if type(config) is not ModelConfig:
-        problems.append("it is not a dense decoder, and only those are translated")
+    if untranslated := [f"{name}={value!r}" for name, value in config.options().items() if name not in TRANSLATED]:
+        problems.append(f"options that are not translated: {', '.join(untranslated)}")
     biases = (config.attention_bias, config.output_bias, config.mlp_bias)
     if biases not in ((False, False, False), (True, False, False), (True, True, True)):
         problems.append(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.kernels.linear_weight import LinearWeight
 from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
-from engine.models.dense_tensors import HeadLayout, LayerTensors
+from engine.models.decoder_tensors import HeadLayout, LayerTensors
 
 
 class MegatronDecoder(Protocol):
@@ -28,7 +28,7 @@ class MegatronDecoder(Protocol):
 
 
 class MegatronTensors:
-    """DenseTensors of a MegatronModel. A tensor that the model lacks is None."""
+    """DecoderTensors of a MegatronModel. A tensor that the model lacks is None."""
 
     def __init__(self, model: MegatronDecoder):
         self._gpt, self.config = model.gpt, model.config

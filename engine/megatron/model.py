@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.megatron.fusable import fusable_tensors
 from engine.megatron.weight_layout import Slot, unwrapped, weight_slots
 from engine.models.config import ModelConfig
-from engine.models.dense_tensors import DenseTensors
+from engine.models.decoder_tensors import DecoderTensors
 from engine.models.interface import ForwardContext, Model
 
 Rope = tuple[Tensor, ...]
@@ -66,9 +66,9 @@ class MegatronModel(Model, nn.Module):
         return self.gpt.decoder.layers
 
     def fused(self, max_rows: int, max_tokens: int) -> Model:
-        from engine.models.fused_dense import FusedDense  # imports triton, which is installed only with CUDA
+        from engine.models.fused_decoder import FusedDecoder  # imports triton, which is installed only with CUDA
 
-        return FusedDense(self, max_rows, max_tokens)
+        return FusedDecoder(self, self.tensors(), max_rows, max_tokens)
 
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
         ids = tokens if index is None else tokens.index_select(0, index)
@@ -105,7 +105,7 @@ class MegatronModel(Model, nn.Module):
         for name, slot in self.weight_slots().items():
             yield name, slot.read()
 
-    def tensors(self) -> DenseTensors:
+    def tensors(self) -> DecoderTensors:
         """Return the model's tensors for the fused kernels.
 
         Raises ModelError, listing every difference from the dense decoder that the kernels compute.

@@ -4,11 +4,11 @@
 """
 
 from engine.models.config import ModelConfig
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.models.registry import build_model, config_from_dict, config_from_folder, supported_architectures
 
 __all__ = [
-    "DenseModel",
+    "Decoder",
     "ModelConfig",
     "build_model",
     "config_from_dict",

@@ -6,12 +6,15 @@ setting that the models here can't compute exactly. registry.py lists the archit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from engine.attention.cache_spec import CacheSpec, FullAttentionSpec
+from engine.attention.cache_spec import CacheSpec, FullAttentionSpec, SlidingWindowSpec
 from engine.errors import ModelError
+from engine.layers.activation import ALIASES
 from engine.layers.rotary import ROPE_KINDS, RopeScaling, yarn_attention_factor
 from graph_cache.validation import is_whole_number
 
@@ -23,33 +26,65 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """Properties of an architecture that its config.json doesn't state.
+class LayerNorms:
+    """The norms of a decoder layer: for each place, the name in a checkpoint, or None where the family has no norm."""
 
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Properties of an architecture that its config.json doesn't state, and how that file is read.
+
+    - defaults: values of keys that are absent or null. A key without one must be present.
+    - eps_key, activation_key: names of the keys of the norms' epsilon and of the MLP's activation.
+    - activations: the supported activations; the first one is that of an absent key.
+    - fixed: for keys that change what a model computes, the values that are supported, beside null and absence.
+    - norms: the norms of a layer. norm_offset: the factor of a norm is 1 + weight.
+    - qk_norm: whether each head of q and k has a norm.
     - qkv_bias, output_bias: whether attention projections have biases; None: as `attention_bias` in the config.
     - mlp_bias_key: whether the config can enable biases in the MLP.
     - window: "always" (the config's sliding_window applies to all layers), "flagged" (only with use_sliding_window) or
       "never".
-    - default_window, default_head_dim: values of absent keys.
+    - default_window: value of an absent sliding_window.
     """
 
     architecture: str
     model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    eps_key: str = "rms_norm_eps"
+    activation_key: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu",)
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    norms: LayerNorms = LayerNorms()
+    norm_offset: bool = False
+    qk_norm: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias_key: bool = False
-    qk_norm: bool = False
     window: str = "never"
     default_window: int | None = None
-    default_head_dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and constants of a dense decoder; sizes in elements, lengths in tokens.
+    """Shapes and constants of a decoder; sizes in elements, lengths in tokens.
 
     - attention_bias: whether q, k and v have biases; output_bias: whether attention's output projection has one.
     - sliding_window: the active window, or None. Contexts up to it are computed exactly, so it bounds `context_length`.
+    - windows: the window of each layer, None for full attention; empty if no layer has one.
+    - attention_scale: the factor of the attention scores; None: 1 / sqrt(head_dim).
+    - rope_theta, rope_scaling: the rotary embedding. local_rope_theta, local_rope_scaling: the one of layers with a
+      window, if it differs.
+    - scaled_positions: whether max_position_embeddings already counts the scaling of RoPE.
+    - embedding_scale: the factor of embeddings, rounded to the model's dtype; logit_softcap: logits are
+      softcap * tanh(logits / softcap). None: unchanged.
+    - num_experts: the number of experts of the layers in `sparse_layers`, of which each token uses experts_per_token;
+      normalize_weights scales a token's weights to a sum of 1. `intermediate_size` is the width of a dense MLP,
+      moe_intermediate_size the width of an expert.
     - eos_token_ids: all end-of-text ids.
     - dtype: the checkpoint's dtype, one of DTYPE_NAMES.
     """
@@ -66,12 +101,27 @@ class ModelConfig:
     rope_theta: float
     max_position_embeddings: int
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    local_rope_scaling: RopeScaling | None = None
+    scaled_positions: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"
+    norms: LayerNorms = LayerNorms()
+    norm_offset: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    normalize_weights: bool = False
+    sparse_layers: frozenset[int] = frozenset()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
@@ -80,7 +130,7 @@ class ModelConfig:
     def context_length(self) -> int:
         """The longest context computed exactly: the model's positions, bounded by its sliding window."""
         length = self.max_position_embeddings
-        scaling = self.rope_scaling
+        scaling = None if self.scaled_positions else self.rope_scaling
         if scaling is not None and scaling.kind == "yarn":
             length = max(length, int(scaling.original_max_position_embeddings * scaling.factor))
         elif scaling is not None and scaling.kind == "linear":
@@ -91,11 +141,36 @@ class ModelConfig:
     @property
     def mlp_activations(self) -> int:
         """Elements per token that the widest MLP holds at once, beside its input."""
-        return 3 * self.intermediate_size
+        routed = self.experts_per_token * (self.moe_intermediate_size + self.hidden_size)
+        return max(3 * self.intermediate_size, routed if self.sparse_layers else 0)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Return what each decoder layer stores, in layer order."""
-        return (FullAttentionSpec(kv_heads=self.num_kv_heads, head_dim=self.head_dim),) * self.num_layers
+        heads, dim, scale = self.num_kv_heads, self.head_dim, self.attention_scale
+        full = FullAttentionSpec(kv_heads=heads, head_dim=dim, scale=scale)
+        if not self.windows:
+            return (full,) * self.num_layers
+        return tuple(
+            full if size is None else SlidingWindowSpec(kv_heads=heads, head_dim=dim, scale=scale, size=size)
+            for size in self.windows
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields whose values differ from a Llama's, and all fields of a subclass.
+
+        Code that computes some options alone refuses all others by name, those of later families included.
+        """
+        plain = {item.name: item.default for item in dataclass_fields(ModelConfig)}
+        return {
+            item.name: getattr(self, item.name)
+            for item in dataclass_fields(self)
+            if item.name not in plain
+            or (plain[item.name] is not MISSING and getattr(self, item.name) != plain[item.name])
+        }
+
+    def uses_local_rope(self, index: int) -> bool:
+        """Whether layer `index` uses the rotary embedding of layers with a window."""
+        return self.local_rope_theta is not None and bool(self.windows) and self.windows[index] is not None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -155,14 +230,15 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
 
     Raises ModelError for a missing, invalid or unsupported value.
     """
-    fields = Fields(values, where)
-    _reject_unsupported(fields)
+    given = {key: value for key, value in values.items() if value is not None}
+    fields = Fields({**values, **family.defaults, **given}, where)
+    _reject_unsupported(fields, family)
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     hidden = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", family.default_head_dim or max(hidden // heads, 1), high=1024)
+    head_dim = fields.integer("head_dim", max(hidden // heads, 1), high=1024)
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
     max_positions = fields.integer("max_position_embeddings", high=MAX_CONTEXT)
@@ -178,7 +254,7 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number(family.eps_key, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
@@ -186,26 +262,38 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias_key and fields.flag("mlp_bias"),
+        activation=_activation(fields, family),
+        norms=family.norms,
+        norm_offset=family.norm_offset,
         qk_norm=family.qk_norm,
-        sliding_window=_sliding_window(fields, family),
+        sliding_window=_sliding_window(Fields(values, where), family),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_dtype(fields),
     )
 
 
-def _reject_unsupported(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields, family: Family) -> None:
     values = fields.values
     if values.get("quantization_config") is not None:
         raise ModelError(
             f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
             "use the model's unquantised weights"
         )
-    activation = values.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", "'silu'")
     if values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
+    for key, supported in family.fixed.items():
+        if values.get(key) is not None and values[key] not in supported:
+            raise fields.error(key, " or ".join(map(json.dumps, supported or (None,))))
+
+
+def _activation(fields: Fields, family: Family) -> str:
+    key = family.activation_key
+    value = fields.values.get(key)
+    name = family.activations[0] if value is None else ALIASES.get(value, value) if isinstance(value, str) else value
+    if name not in family.activations:
+        raise fields.error(key, " or ".join(map(repr, family.activations)))
+    return name
 
 
 def _sliding_window(fields: Fields, family: Family) -> int | None:

@@ -1,8 +1,8 @@
 """Registry of supported architectures; builds configs and models.
 
-To add a dense architecture, add a row to FAMILIES. Any other needs an entry in ENTRIES, with the config's reader and
-the model's class. Another package adds a family with an entry point in the group `encore.models`, which names an Entry;
-see docs/adding-a-model.md.
+To add an architecture that its options describe, add a row to FAMILIES in dense.py. Any other needs an entry in
+ENTRIES, with the config's reader or the model's class. Another package adds a family with an entry point in the group
+`encore.models`, which names an Entry; see docs/adding-a-model.md.
 """
 
 from __future__ import annotations
@@ -20,57 +20,30 @@ from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
-from engine.models.dense import DenseModel
-from engine.models.gemma3 import GEMMA3, Gemma3Model, read_gemma3_config
+from engine.models.decoder import Decoder
+from engine.models.dense import FAMILIES
+from engine.models.gemma3 import GEMMA3, read_gemma3_config
 from engine.models.interface import Model
-from engine.models.qwen3_moe import QWEN3_MOE, Qwen3MoeModel, read_qwen3_moe_config
+from engine.models.qwen3_moe import QWEN3_MOE, read_qwen3_moe_config
 
 ENTRY_POINT_GROUP = "encore.models"
 
-FAMILIES = (
-    Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias_key=True),
-    Family(
-        architecture="MistralForCausalLM",
-        model_type="mistral",
-        qkv_bias=False,
-        output_bias=False,
-        window="always",
-        default_window=4096,
-    ),
-    Family(
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        qkv_bias=True,
-        output_bias=False,
-        window="flagged",
-        default_window=4096,
-    ),
-    Family(
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        qk_norm=True,
-        window="flagged",
-        default_window=4096,
-        default_head_dim=128,
-    ),
-)
-
 
 class Entry(NamedTuple):
-    """A supported architecture: what its config.json doesn't state, the reader of that file, and the model's class.
+    """A supported architecture: its options, the reader of its config.json, and the model's class.
 
-    `read_config` takes the arguments of `read_model_config`, `model` those of DenseModel.
+    `read_config` takes the arguments of `read_model_config`, `model` those of Decoder.
     """
 
     family: Family
     read_config: Callable[[Mapping[str, Any], Family, str], ModelConfig] = read_model_config
-    model: Callable[..., Model] = DenseModel
+    model: Callable[..., Model] = Decoder
 
 
 ENTRIES = (
     *map(Entry, FAMILIES),
-    Entry(QWEN3_MOE, read_qwen3_moe_config, Qwen3MoeModel),
-    Entry(GEMMA3, read_gemma3_config, Gemma3Model),
+    Entry(QWEN3_MOE, read_qwen3_moe_config),
+    Entry(GEMMA3, read_gemma3_config),
 )
 
 

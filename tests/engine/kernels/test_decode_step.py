@@ -15,7 +15,7 @@ from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.small_batch_gemm import LaunchConfig, Scratch, choose_config, half_normed, linear
 from engine.models import config_from_dict
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.models.interface import ForwardContext
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -151,7 +151,7 @@ def test_a_weight_in_another_format_is_refused():
         linear(x, packed, out, scratch)
 
 
-def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
+def small_model(dtype: torch.dtype = DTYPE, **options) -> Decoder:
     torch.manual_seed(0)
     config = config_from_dict(
         {
@@ -170,20 +170,26 @@ def small_model(dtype: torch.dtype = DTYPE, **options) -> DenseModel:
             "tie_word_embeddings": True,
             "eos_token_id": 1,
             "bos_token_id": 0,
+            "num_experts": 8,
+            "num_experts_per_tok": 8,  # all: rounding could change which of fewer are chosen
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [0],
         }
         | options
     )
-    model = DenseModel(config, dtype, DEVICE)
+    model = Decoder(config, dtype, DEVICE)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape) * 0.2 + (1 if parameter.dim() == 1 else 0))
     return model
 
 
 @pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 8, 40])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32 if INTERPRETED else torch.bfloat16], ids=str)
 def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
-    model = small_model(dtype, architectures=[architecture], model_type=architecture[:5].lower())
+    model = small_model(dtype, architectures=[architecture], num_hidden_layers=3)
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
     caches = [KVCache(config.cache_specs(), 64 * 4, 16, dtype, DEVICE) for _ in range(2)]

@@ -10,7 +10,7 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # 
 from engine.kernels.launch import SHARED_BYTES
 from engine.kernels.paged_decode import NormRope
 from engine.kernels.paged_prefill import VarlenLayout, append_kv, choose_tile, norm_rope_append, paged_prefill
-from engine.models.dense_tensors import HeadLayout
+from engine.models.decoder_tensors import HeadLayout
 
 pytestmark = [
     pytest.mark.gpu,

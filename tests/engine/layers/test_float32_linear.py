@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.layers import float32_linear
 from engine.layers.float32_linear import linear_float32
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def engine(request, tiny_model):
 def test_logits_are_those_of_a_float32_head(engine):
     runner = engine.loop.runner
     model = runner.model
-    assert isinstance(model, DenseModel) and model.dtype == torch.bfloat16 and model.logits_dtype == torch.float32
+    assert isinstance(model, Decoder) and model.dtype == torch.bfloat16 and model.logits_dtype == torch.float32
     assert runner.buffers["logits"].dtype == torch.float32 and runner.buffers["hidden"].dtype == torch.bfloat16
     hidden = random(5, model.config.hidden_size, seed=2).bfloat16()
     with torch.inference_mode():

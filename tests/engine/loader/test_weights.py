@@ -20,7 +20,7 @@ from engine.loader.weights import (
     safetensors_files,
     stage_update,
 )
-from engine.models import DenseModel, build_model, config_from_dict
+from engine.models import Decoder, build_model, config_from_dict
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -38,13 +38,13 @@ Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
 UP, NORM, EMBED = "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"
 
 
-def make_model(seed: int = 0, **changes: Any) -> DenseModel:
+def make_model(seed: int = 0, **changes: Any) -> Decoder:
     model = build_model(config_from_dict({**CONFIG, **changes}), torch.float32, "cpu")
     load_dummy(model, seed)
     return model
 
 
-def weights_of(model: DenseModel) -> dict[str, torch.Tensor]:
+def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_weights()}
 
 
@@ -54,7 +54,7 @@ def write_folder(folder: Path, weights: dict[str, torch.Tensor], **changes: Any)
     return folder
 
 
-def same(model: DenseModel, weights: dict[str, torch.Tensor]) -> bool:
+def same(model: Decoder, weights: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, weights[name]) for name, tensor in model.named_weights())
 
 

@@ -1,4 +1,4 @@
-"""DenseTensors of a GPTModel: they compute the model's logits; models that are not fusable are rejected."""
+"""DecoderTensors of a GPTModel: they compute the model's logits; models that are not fusable are rejected."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.core.transformer.torch_norm import L2Norm
 from engine import Engine, EngineConfig
 from engine.errors import ModelError
 from engine.megatron.model import MegatronModel
-from engine.models.dense_tensors import DenseTensors, HeadLayout
+from engine.models.decoder_tensors import DecoderTensors, HeadLayout
 from tests.support.megatron_models import VOCAB, gpt, tokens
 
 
-def logits_from(tensors: DenseTensors, ids: torch.Tensor) -> torch.Tensor:
+def logits_from(tensors: DecoderTensors, ids: torch.Tensor) -> torch.Tensor:
     """Compute logits [T, vocab] of one sequence from the tensors alone."""
     heads, eps = tensors.heads, tensors.config.rms_norm_eps
     hidden = F.embedding(ids, tensors.embedding)

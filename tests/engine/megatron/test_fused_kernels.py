@@ -21,7 +21,7 @@ from engine.attention.triton import TritonBackend
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.megatron.config import gpt_model_arguments, transformer_config_values
 from engine.megatron.model import MegatronModel
-from engine.models.dense import DenseModel
+from engine.models.decoder import Decoder
 from engine.models.interface import ForwardContext
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
@@ -102,7 +102,7 @@ def megatron_model(case: str, ranks: int, device: torch.device) -> MegatronModel
 def native_shard(case: str, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Build this rank's shard of the native model."""
     model = native_model(case)
-    found = DenseModel(model.config, DTYPE, device, parallel=TensorParallel(rank, ranks, group))
+    found = Decoder(model.config, DTYPE, device, parallel=TensorParallel(rank, ranks, group))
     weights = dict(model.named_weights())
     for name, slot in found.weight_slots().items():
         slot.write(weights[name])

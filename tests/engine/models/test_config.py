@@ -41,29 +41,33 @@ def read(**changes: Any) -> ModelConfig:
 
 def test_basic_fields() -> None:
     config = read(bos_token_id=1, eos_token_id=[2, 5])
-    assert dataclasses.asdict(config) == {
-        "architecture": "LlamaForCausalLM",
-        "vocab_size": 100,
-        "hidden_size": 48,
-        "num_layers": 3,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 80,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 128,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "sliding_window": None,
-        "bos_token_id": 1,
-        "eos_token_ids": (2, 5),
-        "dtype": "bfloat16",
-    }
+    assert not config.options().keys() - {"bos_token_id", "eos_token_ids"}
+    assert (
+        dataclasses.asdict(config).items()
+        >= {
+            "architecture": "LlamaForCausalLM",
+            "vocab_size": 100,
+            "hidden_size": 48,
+            "num_layers": 3,
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 80,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 128,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "output_bias": False,
+            "mlp_bias": False,
+            "qk_norm": False,
+            "sliding_window": None,
+            "bos_token_id": 1,
+            "eos_token_ids": (2, 5),
+            "dtype": "bfloat16",
+        }.items()
+    )
     assert config.eos_token_id == 2 and config.context_length == 128
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden_size = 1  # type: ignore[misc]

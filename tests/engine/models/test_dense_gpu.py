@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from engine.attention.kv_cache import KVCache
 from engine.loader.weights import load_dummy, load_weights, stage_update
-from engine.models import DenseModel, build_model, config_from_dict
+from engine.models import Decoder, build_model, config_from_dict
 from tests.support.attention import decode_attention, prefill_attention
 
 pytestmark = [
@@ -26,7 +26,7 @@ PAGES = [[9, 3, 14, 2], [4, 17, 6, 12]]
 IMPLS = ["sdpa"] + (["triton"] if importlib.util.find_spec("triton") else [])
 
 
-def make_model(architecture: str, dtype: torch.dtype, device: str, **changes: Any) -> DenseModel:
+def make_model(architecture: str, dtype: torch.dtype, device: str, **changes: Any) -> Decoder:
     config = config_from_dict(
         {
             "architectures": [architecture],
@@ -49,13 +49,13 @@ def make_model(architecture: str, dtype: torch.dtype, device: str, **changes: An
     return model
 
 
-def make_cache(model: DenseModel) -> KVCache:
+def make_cache(model: Decoder) -> KVCache:
     config = model.config
     return KVCache(config.cache_specs(), 20, PAGE, model.dtype, model.device)
 
 
 @torch.no_grad()
-def run_texts(model: DenseModel, impl: str, steps: int = 6) -> torch.Tensor:
+def run_texts(model: Decoder, impl: str, steps: int = 6) -> torch.Tensor:
     """Return logits [rows, vocab] of two texts: chunked prefill, then decode steps with a padded row."""
     device, cache = model.device, make_cache(model)
     tokens = torch.arange(2 * 64).view(2, 64) * 37 % VOCAB

@@ -16,7 +16,7 @@ from engine.attention.kv_cache import KVCache
 from engine.errors import ModelError
 from engine.layers import HeadNorm, RMSNorm
 from engine.loader.weights import load_dummy, load_hf_folder
-from engine.models import DenseModel, build_model, config_from_dict
+from engine.models import Decoder, build_model, config_from_dict
 from engine.models.interface import ForwardContext
 from tests.support.attention import decode_attention, prefill_attention
 
@@ -90,12 +90,12 @@ def reference_model(case: Case, folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def make_cache(model: DenseModel, pages: int = 24, dtype: torch.dtype = torch.float32) -> KVCache:
+def make_cache(model: Decoder, pages: int = 24, dtype: torch.dtype = torch.float32) -> KVCache:
     config = model.config
     return KVCache(config.cache_specs(), pages, PAGE, dtype, "cpu")
 
 
-def tiny(architecture: str = "LlamaForCausalLM", **changes: Any) -> DenseModel:
+def tiny(architecture: str = "LlamaForCausalLM", **changes: Any) -> Decoder:
     values = {
         "architectures": [architecture],
         "vocab_size": VOCAB,
@@ -322,6 +322,6 @@ def test_a_sliding_window_bounds_the_length() -> None:
             "sliding_window": 32,
         }
     )
-    assert DenseModel(config, torch.float32, "cpu").max_len == 32
+    assert Decoder(config, torch.float32, "cpu").max_len == 32
     with pytest.raises(ModelError, match="sliding window of 32.*at most 32"):
-        DenseModel(config, torch.float32, "cpu", max_len=33)
+        Decoder(config, torch.float32, "cpu", max_len=33)

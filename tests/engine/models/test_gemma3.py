@@ -14,10 +14,10 @@ from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec, gr
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.errors import ModelError
+from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RopeScaling
 from engine.loader.weights import load_dummy, load_hf_folder
 from engine.models import build_model, config_from_dict
-from engine.models.gemma3 import Gemma3Norm
 from tests.support.attention import backend_for, prefill_metadata
 from tests.support.gemma3 import SHAPES, WINDOW, reference_model
 
@@ -148,7 +148,7 @@ def test_bfloat16_rounds_as_transformers_does(tmp_path: Path) -> None:
     reference = exact.bfloat16()
     assert torch.equal(model.embed(text), reference.model.embed_tokens(text))
     norm = reference.model.layers[1].pre_feedforward_layernorm
-    ours = Gemma3Norm(48, norm.eps, torch.bfloat16, torch.device("cpu"))
+    ours = RMSNorm(48, norm.eps, torch.bfloat16, torch.device("cpu"), weight_offset=True)
     ours.weight.copy_(norm.weight)
     x = torch.randn(500, 48).bfloat16()
     assert float((ours(x) != norm(x)).float().mean()) < 1e-3
@@ -238,6 +238,8 @@ def test_int4_replaces_its_linears_and_fused_kernels_are_refused() -> None:
     model = build_model(config_from_dict({"architectures": ["Gemma3ForCausalLM"], **SHAPES}), torch.float32, "cpu")
     load_dummy(model)
     assert len(list(model.linears())) == 4 * SHAPES["num_hidden_layers"]
-    with pytest.raises(ModelError, match="no fused kernels"):
+    with pytest.raises(
+        ModelError, match="no fused kernel computes: .*activation='gelu_pytorch_tanh'.*norm_offset=True"
+    ):
         model.fused(1, 1)
     assert {spec.window for spec in model.cache_specs()} == {WINDOW, None}

@@ -9,8 +9,8 @@ import torch
 
 from engine.loader.weights import load_hf_folder
 from engine.models import build_model, config_from_dict
-from engine.models.dense import DenseModel
-from engine.models.gemma3 import Gemma3MLP
+from engine.models.decoder import Decoder
+from engine.models.layer import GatedMLP
 from tests.support import gemma3, qwen3_moe
 
 CONFIG = {
@@ -20,9 +20,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-def dense_model() -> DenseModel:
+def dense_model() -> Decoder:
     model = build_model(config_from_dict(CONFIG), torch.float32, "cpu", 64)
-    assert isinstance(model, DenseModel)
+    assert isinstance(model, Decoder)
     return model
 
 
@@ -85,14 +85,17 @@ def test_another_alignment_dtype_or_layout_is_another_kind(weight):
 
 
 def test_other_modules_and_other_page_tables_make_other_kinds():
+    class OtherMLP(GatedMLP):
+        """An MLP with the same parameters."""
+
     model = dense_model()
-    model.layers[3].mlp.__class__ = Gemma3MLP  # the same parameters, another activation
+    model.layers[3].mlp.__class__ = OtherMLP
     assert layers_of_each_kind(model) == [0, 3]
     assert layers_of_each_kind(model, [0, 1, 0, 0]) == [0, 1, 3]
 
 
 def test_all_layers_of_a_model_that_calls_them_in_its_own_way_differ():
-    class Mixed(DenseModel):
+    class Mixed(Decoder):
         def layer(self, index, hidden, context):
             return super().layer(index, hidden, context) if index % 2 else hidden
 

@@ -16,7 +16,7 @@ from engine.checkpoint.source import ModelSource, resolve_model
 from engine.config import DEFAULT_MODEL
 from engine.layers.int4 import int4_available
 from engine.loader.cpu_formats import load_gguf
-from engine.models import DenseModel
+from engine.models import Decoder
 from engine.text.tokenizer import Tokenizer
 from tests.support.attention import decode_attention, prefill_attention
 
@@ -47,17 +47,17 @@ def tokenizer(source: ModelSource) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def float32(source: ModelSource) -> DenseModel:
+def float32(source: ModelSource) -> Decoder:
     return load_gguf(source.path, cpu_weight_format="fp32", max_len=512)[1]
 
 
-def make_cache(model: DenseModel, pages: int) -> KVCache:
+def make_cache(model: Decoder, pages: int) -> KVCache:
     config = model.config
     return KVCache(config.cache_specs(), pages, PAGE, model.dtype, "cpu")
 
 
 @torch.inference_mode()
-def greedy(model: DenseModel, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy(model: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate `count` tokens per prompt, ignoring EOS: prefill one by one, then decode in one batch."""
     kv = make_cache(model, 1 + len(prompts) * PAGES_EACH)
     tables = [list(range(1 + row * PAGES_EACH, 1 + (row + 1) * PAGES_EACH)) for row in range(len(prompts))]
@@ -102,7 +102,7 @@ def reference_model(source: ModelSource) -> LlamaForCausalLM:
     return model.eval()
 
 
-def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokenizer, float32: DenseModel) -> None:
+def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokenizer, float32: Decoder) -> None:
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in CHATS]
     prompts += [tokenizer.encode(text) for text in PLAIN]
     found = greedy(float32, prompts, NEW_TOKENS)
@@ -119,7 +119,7 @@ def test_greedy_text_equals_transformers(source: ModelSource, tokenizer: Tokeniz
 
 
 @torch.inference_mode()
-def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
+def loss_in_chunks(model: Decoder, ids: list[int], chunk: int) -> float:
     """Return the mean negative log likelihood of ids[1:] in nats, computed `chunk` tokens at a time."""
     kv = make_cache(model, 2 + len(ids) // PAGE)
     table = list(range(1, kv.num_pages))
@@ -134,7 +134,7 @@ def loss_in_chunks(model: DenseModel, ids: list[int], chunk: int) -> float:
 
 @pytest.mark.skipif(not int4_available(), reason="this CPU or torch has no fast 4-bit kernel")
 def test_int4_weights_match_the_loss_of_exact_weights(
-    source: ModelSource, tokenizer: Tokenizer, float32: DenseModel
+    source: ModelSource, tokenizer: Tokenizer, float32: Decoder
 ) -> None:
     ids = tokenizer.encode(TEXT)
     exact = loss_in_chunks(float32, ids, 128)

@@ -18,7 +18,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.loader.cpu_formats import quantize_model
 from engine.loader.weights import iterate_safetensors, load_dummy, load_hf_folder, load_weights, stage_update
-from engine.models import DenseModel, build_model, config_from_dict
+from engine.models import Decoder, build_model, config_from_dict
 from tests.support.gloo_ranks import run_ranks
 
 SIZES = {
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
 
 
-def empty_model(case: str, parallel: TensorParallel = SINGLE_RANK, **changes: Any) -> DenseModel:
+def empty_model(case: str, parallel: TensorParallel = SINGLE_RANK, **changes: Any) -> Decoder:
     return build_model(config_from_dict(SIZES | CASES[case] | changes), torch.float32, "cpu", None, parallel)
 
 
@@ -68,7 +68,7 @@ def causal_attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
 
 
-def logits_of(model: DenseModel) -> Tensor:
+def logits_of(model: Decoder) -> Tensor:
     tokens = torch.arange(20) * 31 % model.config.vocab_size
     with torch.inference_mode():
         return model.compute_logits(model.forward(tokens, torch.arange(20), causal_attention))
@@ -94,12 +94,12 @@ def test_two_ranks_compute_the_logits_of_one(tmp_path: Path) -> None:
         torch.testing.assert_close(first[name], wanted, rtol=1e-4, atol=1e-4)
 
 
-def shards(case: str, ranks: int = 2) -> Iterator[DenseModel]:
+def shards(case: str, ranks: int = 2) -> Iterator[Decoder]:
     for rank in range(ranks):
         yield empty_model(case, TensorParallel(rank, ranks))
 
 
-def holds_its_parts(model: DenseModel, weights: dict[str, Tensor]) -> bool:
+def holds_its_parts(model: Decoder, weights: dict[str, Tensor]) -> bool:
     slots = model.weight_slots()
     return slots.keys() == weights.keys() and all(
         torch.equal(slot.read(), slot.part_of(weights[name])) for name, slot in slots.items()

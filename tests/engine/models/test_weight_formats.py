@@ -10,13 +10,13 @@ from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
 from engine.layers.int4 import dequantize, int4_available
 from engine.loader.cpu_formats import quantize_model
 from engine.loader.weights import load_dummy
-from engine.models import DenseModel, build_model, config_from_dict
-from engine.models.dense_tensors import require_formats
+from engine.models import Decoder, build_model, config_from_dict
+from engine.models.decoder_tensors import require_formats
 
 PLAIN = tuple(PLAIN_FORMATS.values())
 
 
-def make_model(dtype: torch.dtype) -> DenseModel:
+def make_model(dtype: torch.dtype) -> Decoder:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 64,

@@ -1,11 +1,11 @@
-"""Interface between models and the fused kernels: the tensors of a dense decoder, for any model and memory layout.
+"""Interface between models and the fused kernels: the tensors of a decoder, for any model and memory layout.
 
 Defines the tensors' names and the layout of heads in a fused QKV projection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
+from engine.models.interface import ForwardContext
 
 
 class HeadLayout(NamedTuple):
@@ -48,7 +49,9 @@ class HeadLayout(NamedTuple):
 class LayerTensors(NamedTuple):
     """The parameters of a decoder layer; None: the layer has no such parameter.
 
-    `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout.
+    `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout. A layer has `gate_up` and `down`, or
+    `mlp`, for an MLP that the fused kernels don't compute: a function from hidden [T, h] and the context to what the
+    layer adds to hidden, its norm included.
     """
 
     input_norm: Tensor
@@ -59,23 +62,24 @@ class LayerTensors(NamedTuple):
     o: LinearWeight
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: LinearWeight
+    gate_up: LinearWeight | None
     gate_up_bias: Tensor | None
-    down: LinearWeight
+    down: LinearWeight | None
     down_bias: Tensor | None
+    mlp: Callable[[Tensor, ForwardContext], Tensor] | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, tensor) of every parameter; the scale of a quantised weight is `qkv.scale` and so on."""
         for name, value in self._asdict().items():
-            if not isinstance(value, LinearWeight):
+            if isinstance(value, LinearWeight):
+                yield name, value.weight
+                if value.scale is not None:
+                    yield f"{name}.scale", value.scale
+            elif name != "mlp":
                 yield name, value
-                continue
-            yield name, value.weight
-            if value.scale is not None:
-                yield f"{name}.scale", value.scale
 
 
-class DenseTensors(Protocol):
+class DecoderTensors(Protocol):
     """The tensors of a model. Parameters are looked up at each access, so replaced parameters are noticed.
 
     With a `group` of several ranks, they are this rank's shard: heads, columns of the MLP, and vocabulary rows from
@@ -113,7 +117,7 @@ class DenseTensors(Protocol):
         """LM head weight [vocab of this rank, h]."""
 
 
-def require_formats(tensors: DenseTensors, supported: Collection[str]) -> None:
+def require_formats(tensors: DecoderTensors, supported: Collection[str]) -> None:
     """Raise ModelError for the first linear layer whose weight format is not in `supported`."""
     for index in range(tensors.config.num_layers):
         for name, value in tensors.layer(index)._asdict().items():
@@ -123,7 +127,7 @@ def require_formats(tensors: DenseTensors, supported: Collection[str]) -> None:
 
 
 class FusableModel(Protocol):
-    """A model (see engine/models/interface.py) that exposes its parameters to the fused kernels."""
+    """What the fused kernels use of a model beside its tensors; see engine/models/interface.py."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -133,6 +137,8 @@ class FusableModel(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
+    def layer_kinds(self) -> Sequence[Hashable]: ...
+
     def final_norm(self, hidden: Tensor) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
@@ -140,6 +146,3 @@ class FusableModel(Protocol):
     def weight_slots(self) -> dict[str, Slot]: ...
 
     def close(self) -> None: ...
-
-    def tensors(self) -> DenseTensors:
-        """Return the parameters. Raises ModelError if the model is not a dense decoder."""

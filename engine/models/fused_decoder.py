@@ -1,10 +1,13 @@
-"""Dense decoder on CUDA with fused kernels, reading the model's own parameters in place.
+"""Decoder on CUDA with fused kernels, reading the model's own parameters in place.
 
-A decoder layer takes five launches in a decode step:
+A decoder layer is composed of two parts. Attention takes three launches in a decode step:
 
 1. norm + QKV
 2. attention, with head norms, RoPE and the append to the KV cache
 3. output projection + residual
+
+A gated MLP takes two more; another kind, such as experts, runs as the model's own layer does:
+
 4. norm + gate and up + SiLU
 5. down projection + residual
 
@@ -32,11 +35,11 @@ from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linea
 from engine.kernels.step_kernels import embed_kernel
 from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
-from engine.models.dense_tensors import FusableModel, LayerTensors, require_formats
+from engine.models.decoder_tensors import DecoderTensors, FusableModel, LayerTensors, require_formats
 from engine.models.interface import ForwardContext, Model, TileMaxima, tensor_kinds
 
 
-class FusedDense(Model):
+class FusedDecoder(Model):
     """Compute `model` with fused kernels: decode steps of up to max_rows rows, prefills of up to max_tokens tokens.
 
     All methods launch on the current stream with grids that depend only on shapes, and never synchronize with the
@@ -45,9 +48,9 @@ class FusedDense(Model):
     weight's format.
     """
 
-    def __init__(self, model: FusableModel, max_rows: int, max_tokens: int):
+    def __init__(self, model: FusableModel, tensors: DecoderTensors, max_rows: int, max_tokens: int):
         config, device, dtype = model.config, model.device, model.dtype
-        self._model, self.tensors = model, model.tensors()
+        self._model, self.tensors = model, tensors
         require_formats(self.tensors, FORMATS)
         self.config, self.dtype, self.device, self.max_len = config, dtype, device, model.max_len
         self.heads, self.eps, self.depth = self.tensors.heads, config.rms_norm_eps, config.num_layers
@@ -87,9 +90,13 @@ class FusedDense(Model):
     def layer_kinds(self) -> Sequence[Hashable]:
         """See Model. No GEMM before the first layer starts its norm; a layer's last GEMM starts the next norm."""
 
+        own_kinds = self._model.layer_kinds()
+
         def kind(index: int, spec: CacheSpec) -> Hashable:
-            tensors = *self.tensors.layer(index).named_tensors(), ("next_norm", self._norm_after_layer(index))
-            return index == 0, spec, tensor_kinds(tensors)
+            layer = self.tensors.layer(index)
+            tensors = *layer.named_tensors(), ("next_norm", self._norm_after_layer(index))
+            own = None if layer.mlp is None else own_kinds[index]
+            return index == 0, self._leaves_squares(index - 1), spec, tensor_kinds(tensors), own
 
         return [kind(index, spec) for index, spec in enumerate(self.cache_specs())]
 
@@ -118,40 +125,63 @@ class FusedDense(Model):
 
     def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See Model. Changes `hidden` in place and returns it."""
-        layer, rows, scratch = self.tensors.layer(index), len(hidden), self._scratch
-        qkv, attention_out, gated = self._qkv[:rows], self._attention_out[:rows], self._mlp_activations[:rows]
+        layer = self.tensors.layer(index)
+        self._add_attention(index, layer, hidden, context)
+        if layer.mlp is None:
+            self._add_gated_mlp(index, layer, hidden)
+        else:
+            hidden.add_(layer.mlp(hidden, context))
+        return hidden
+
+    def _add_attention(self, index: int, layer: LayerTensors, hidden: Tensor, context: ForwardContext) -> None:
+        rows = len(hidden)
+        qkv, attention_out = self._qkv[:rows], self._attention_out[:rows]
         linear(
             hidden,
             layer.qkv,
             qkv,
-            scratch,
+            self._scratch,
             norm=layer.input_norm,
             eps=self.eps,
             bias=layer.qkv_bias,
-            squares=self._squares_after_layer(rows) if index else 0,
+            squares=self._squares_after_layer(index - 1, rows),
             late=True,
         )
         attention = cast(FusedAttention, context.attention)
         attention.attend_raw(index, *self.heads.cut(qkv), self._norm_rope(layer), attention_out)
-        self._add_linear(hidden, attention_out, layer.o, layer.o_bias, layer.post_norm, buffer_index=0)
+        next_norm = None if layer.gate_up is None else layer.post_norm
+        self._add_linear(hidden, attention_out, layer.o, layer.o_bias, next_norm, buffer_index=0)
+
+    def _add_gated_mlp(self, index: int, layer: LayerTensors, hidden: Tensor) -> None:
+        assert layer.gate_up is not None and layer.down is not None
+        rows = len(hidden)
+        gated = self._mlp_activations[:rows]
         linear(
             hidden,
             layer.gate_up,
             gated,
-            scratch,
+            self._scratch,
             norm=layer.post_norm,
             eps=self.eps,
             bias=layer.gate_up_bias,
             gated=True,
-            squares=self._partial_squares(rows, attention_out.shape[1]),
+            squares=self._partial_squares(rows, self._attention_out.shape[1]),
         )
         self._add_linear(hidden, gated, layer.down, layer.down_bias, self._norm_after_layer(index), buffer_index=1)
-        return hidden
 
     def _add_linear(
-        self, hidden: Tensor, x: Tensor, weight: LinearWeight, bias: Tensor | None, next_norm: Tensor, buffer_index: int
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None,
+        next_norm: Tensor | None,
+        buffer_index: int,
     ) -> None:
-        """Add x Wᵀ + bias to hidden [T, h], all-reduced over the ranks; only the first rank adds the bias."""
+        """Add x Wᵀ + bias to hidden [T, h], all-reduced over the ranks; only the first rank adds the bias.
+
+        `next_norm`: the weight of the norm that a fused kernel computes next; None: another operation reads hidden.
+        """
         if self.collectives is None:
             linear(x, weight, hidden, self._scratch, bias=bias, add=True, next_norm=next_norm)
             return
@@ -170,9 +200,13 @@ class FusedDense(Model):
         """Return the weight of the norm that reads the output of layer `index`."""
         return self.tensors.norm if index + 1 == self.depth else self.tensors.layer(index + 1).input_norm
 
-    def _squares_after_layer(self, rows: int) -> int:
-        """Return the partial sums of squares per row that a layer's last GEMM leaves for the norm after it."""
-        return self._partial_squares(rows, self.config.intermediate_size)
+    def _leaves_squares(self, index: int) -> bool:
+        """Return whether layer `index` (-1: the embedding) ends with a GEMM that can start the norm after it."""
+        return index >= 0 and self.tensors.layer(index).mlp is None
+
+    def _squares_after_layer(self, index: int, rows: int) -> int:
+        """Return the partial sums of squares per row that layer `index` leaves for the norm after it; 0: none."""
+        return self._partial_squares(rows, self.config.intermediate_size) if self._leaves_squares(index) else 0
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._model.final_norm(hidden)
@@ -191,7 +225,7 @@ class FusedDense(Model):
             norm=self.tensors.norm,
             eps=self.eps,
             best=self.collectives is None,
-            squares=self._squares_after_layer(rows) if after_layer else 0,
+            squares=self._squares_after_layer(self.depth - 1, rows) if after_layer else 0,
         )
         if self.collectives is not None:
             self.collectives.gather(local_logits, logits)

@@ -1,0 +1,315 @@
+"""The decoder of every family: embedding, layers, final norm, head, rotary tables, and weight slots.
+
+A family is a table of options (`Family`) and a reader of its config.json. One whose layers compute something else
+subclasses Decoder and defines `make_layer`. The forward pass creates no host tensors and never synchronizes with the
+device, so that a step can be captured whole, by layer or by module.
+
+Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
+from engine.errors import ModelError
+from engine.kernels.linear_weight import LinearWeight
+from engine.layers.norm import RMSNorm
+from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
+from engine.layers.rotary import RotaryTable
+from engine.layers.weight_slot import Slot
+from engine.models.config import ModelConfig
+from engine.models.decoder_tensors import DecoderTensors, HeadLayout, LayerTensors
+from engine.models.interface import ForwardContext, Model, tensor_kinds
+from engine.models.layer import DecoderLayer, GatedMLP
+
+GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+"""Names of stacked experts, tensors [E, 2I, h] and [E, h, I], as in the modules of transformers 5."""
+
+
+FUSED_OPTIONS = frozenset(
+    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm sliding_window windows
+    attention_scale scaled_positions num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
+    bos_token_id eos_token_ids dtype""".split()
+)
+"""Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
+
+
+class Decoder(Model, nn.Module):
+    """A decoder with uninitialised parameters on `device`; loader/weights.py fills them through `weight_slots`.
+
+    max_len bounds positions: the length of the RoPE table (default: the config's context_length). Parameters don't
+    require gradients. With several ranks in `parallel` it is this rank's shard: all ranks must make the same calls, and
+    `self.config` has the attention heads, KV heads and MLP columns of one rank.
+
+    Raises ModelError if max_len exceeds the config's sliding window, or if heads or MLP columns can't be split evenly.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_len: int | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
+    ):
+        super().__init__()
+        device = torch.device(device)
+        max_len = config.context_length if max_len is None else max_len
+        if config.sliding_window is not None and max_len > config.sliding_window:
+            raise ModelError(
+                f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
+                f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
+            )
+        self.config, self.parallel = rank_config(config, parallel.size), parallel
+        self.dtype, self.device, self.max_len = dtype, device, max_len
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device, parallel=parallel
+        )
+        self.layers = nn.ModuleList(
+            self.make_layer(config, i, dtype, device, parallel) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, weight_offset=config.norm_offset)
+        self.lm_head = VocabParallelHead(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            tied=self.embedding.weight if config.tie_word_embeddings else None,
+        )
+        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
+        self.local_rotary = None
+        if config.local_rope_theta is not None:
+            self.local_rotary = RotaryTable(
+                config.head_dim, config.local_rope_theta, config.local_rope_scaling, max_len, dtype, device
+            )
+        self.embedding_scale = None
+        if config.embedding_scale is not None:
+            # rounded as in training: in bfloat16, sqrt(3072) is 55.5
+            self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+
+    def make_layer(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
+    ) -> nn.Module:
+        """Create decoder layer `index`: a DecoderLayer, or another module that is called as `layer(hidden, context)`
+        and has `slots(prefix)`.
+
+        `config` is that of the whole model.
+        """
+        return DecoderLayer(config, index, dtype, device, parallel)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def fused(self, max_rows: int, max_tokens: int) -> Model:
+        tensors = self.tensors()
+        from engine.models.fused_decoder import FusedDecoder  # imports triton, which is installed only with CUDA
+
+        return FusedDecoder(self, tensors, max_rows, max_tokens)
+
+    def layer_kinds(self) -> Sequence[Hashable]:
+        """See Model. A subclass with a `layer` method that treats layers differently must define its own."""
+        if type(self).layer is not Decoder.layer:
+            return super().layer_kinds()
+        return self.kinds_of_modules()
+
+    def kinds_of_modules(self) -> Sequence[Hashable]:
+        """Return the kind of each layer by its cache spec, the types of its modules, and their tensors."""
+        return [
+            (spec, tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
+            for spec, layer in zip(self.cache_specs(), self.layers, strict=True)
+        ]
+
+    def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
+        hidden = self.embedding(tokens if index is None else tokens.index_select(0, index))
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Positions int64 [T] -> cos and sin [T, 1, D]; then those of layers with a window, if they differ."""
+        values = self.rotary(positions)
+        return values if self.local_rotary is None else (*values, *self.local_rotary(positions))
+
+    def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
+        return self.layers[index](hidden, context)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits, softcap = self.lm_head(self.final_norm(hidden)), self.config.logit_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.
+
+        Loading, updating and exporting all use this mapping. It is rebuilt from the current modules at each call.
+        """
+        slots: dict[str, Slot] = {**self.embedding.slots("model.embed_tokens")}
+        for index, layer in enumerate(self.layers):
+            slots |= layer.slots(f"model.layers.{index}")
+        slots |= self.norm.slots("model.norm")
+        if not self.config.tie_word_embeddings:
+            slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
+        return slots
+
+    def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Yield `tensors` with stacked experts, of `GATE_UP` and `DOWN`, as views of each expert's matrices."""
+        if not self.config.num_experts:
+            return tensors
+        return (part for item in tensors for part in (self._split(*item) if self._is_stacked(item) else (item,)))
+
+    def _is_stacked(self, item: Any) -> bool:
+        """Return whether the item, which a caller may have sent malformed, is a stacked tensor of as many experts."""
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            return False
+        name, tensor = item
+        if not isinstance(name, str) or not name.endswith((GATE_UP, DOWN)) or not isinstance(tensor, Tensor):
+            return False
+        return tensor.dim() == 3 and len(tensor) == self.config.num_experts
+
+    def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        prefix = name.rpartition(".")[0]
+        for index, matrix in enumerate(tensor):
+            if name.endswith(DOWN):
+                yield f"{prefix}.{index}.down_proj.weight", matrix
+            else:
+                gate, up = matrix.tensor_split(2)
+                yield f"{prefix}.{index}.gate_proj.weight", gate
+                yield f"{prefix}.{index}.up_proj.weight", up
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
+        for name, slot in self.weight_slots().items():
+            yield name, slot.read()
+
+    def tensors(self) -> DecoderTensors:
+        """Return the parameters in the form that the fused kernels use.
+
+        Raises ModelError that names the parts that no fused kernel computes.
+        """
+        if missing := unfused_parts(self):
+            raise ModelError(
+                f"{self.config.architecture} has parts that no fused kernel computes: {', '.join(missing)}"
+            )
+        return NativeTensors(self)
+
+    def cuda_graph_modules(self) -> dict[str, list[str]]:
+        """Map Megatron's names of layer parts to submodule paths; "layer" stands for whole layers."""
+        layers = [f"layers.{index}" for index in range(len(self.layers))]
+        return {"layer": layers, "attn": [f"{path}.attn" for path in layers], "mlp": [f"{path}.mlp" for path in layers]}
+
+    def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield (name, parent module, attribute) of each projection, to replace it with another weight format.
+
+        A replacement is called as `parent.attribute(x)` and must have `slots(prefix)` and, for fused kernels,
+        `linear_weight`. The head comes last, only with `include_head`; a tied head's parameter is the embedding's.
+        Raises ModelError if a layer has experts, which are stored in 16 or 32 bits.
+        """
+        if self.config.sparse_layers:
+            raise ModelError(
+                f"{self.config.architecture} can't be quantised: its experts are stored in 16 or 32 bits; "
+                "use cpu_weight_format bf16 or fp32"
+            )
+        return self._linears(include_head)
+
+    def _linears(self, include_head: bool) -> Iterator[tuple[str, nn.Module, str]]:
+        for index, layer in enumerate(self.layers):
+            for owner, attribute in (("attn", "qkv"), ("attn", "o"), ("mlp", "gate_up"), ("mlp", "down")):
+                yield f"layers.{index}.{owner}.{attribute}", getattr(layer, owner), attribute
+        if include_head:
+            yield "lm_head", self, "lm_head"
+
+
+def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Return `config` with the attention heads, KV heads and MLP columns of one of `ranks` tensor-parallel ranks.
+
+    Raises ModelError that lists every size that is not a multiple of `ranks`, and for experts, which can't be split.
+    """
+    if ranks == 1:
+        return config
+    if config.num_experts:
+        raise ModelError(f"{config.architecture} can't be split, found tensor_parallel_size={ranks}: leave it out")
+    sizes = {
+        "num_heads": "attention heads",
+        "num_kv_heads": "key and value heads",
+        "intermediate_size": "MLP columns",
+    }
+    problems = [
+        f"its {getattr(config, name)} {text} are not a multiple of {ranks}"
+        for name, text in sizes.items()
+        if getattr(config, name) % ranks
+    ]
+    if problems:
+        divisor = math.gcd(*(getattr(config, name) for name in sizes))
+        raise ModelError(
+            f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}. "
+            + (f"Give a divisor of {divisor}" if divisor > 1 else "Leave tensor_parallel_size out")
+        )
+    return replace(config, **{name: getattr(config, name) // ranks for name in sizes})
+
+
+def unfused_parts(model: Decoder) -> list[str]:
+    """Return the options and layers of a decoder that no fused kernel computes."""
+    parts = [f"{name}={value!r}" for name, value in model.config.options().items() if name not in FUSED_OPTIONS]
+    if type(model).layer is not Decoder.layer or any(type(layer) is not DecoderLayer for layer in model.layers):
+        parts.append("layers that are not DecoderLayer")
+    return parts
+
+
+class NativeTensors:
+    """DecoderTensors of a Decoder."""
+
+    def __init__(self, model: Decoder):
+        config = model.config
+        self._model, self.config = model, config
+        self.group = model.parallel.group if model.parallel.size > 1 else None
+        self.first_token = model.embedding.vocab_part.first
+        self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=False)
+
+    @property
+    def cos(self) -> Tensor:
+        return self._model.rotary.cos
+
+    @property
+    def sin(self) -> Tensor:
+        return self._model.rotary.sin
+
+    def layer(self, index: int) -> LayerTensors:
+        layer = self._model.layers[index]
+        attn, mlp = layer.attn, layer.mlp
+        dense = isinstance(mlp, GatedMLP)
+        return LayerTensors(
+            input_norm=layer.input_norm.weight,
+            qkv=attn.qkv.linear_weight,
+            qkv_bias=attn.qkv.bias,
+            q_norm=None if attn.qk_norm is None else attn.qk_norm.q_weight,
+            k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight,
+            o=attn.o.linear_weight,
+            o_bias=attn.o.bias,
+            post_norm=layer.post_norm.weight,
+            gate_up=mlp.gate_up.linear_weight if dense else None,
+            gate_up_bias=mlp.gate_up.bias if dense else None,
+            down=mlp.down.linear_weight if dense else None,
+            down_bias=mlp.down.bias if dense else None,
+            mlp=None if dense else layer.mlp_part,
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        return self._model.embedding.weight
+
+    @property
+    def norm(self) -> Tensor:
+        return self._model.norm.weight
+
+    @property
+    def head(self) -> LinearWeight:
+        return self._model.lm_head.linear_weight
