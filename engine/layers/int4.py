@@ -6,13 +6,15 @@ needs scales and zeros in bfloat16 too, so a weight's error is at most 2^-9 of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.weight_slot import Slot, WeightSlot
+from engine.layers.weight_method import Stored, WeightMethod
 
 GROUP = 32
 ROW_MULTIPLE = 16
@@ -81,117 +83,104 @@ def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
 
 
-class Int4Linear(nn.Module):
-    """Linear layer y = x Wᵀ + b with 4-bit W [sum of rows, inputs]; x and y are bfloat16, `parts` as in layers.Linear.
+class Int4Weight(WeightMethod):
+    """4-bit W [outputs, inputs] on a CPU: the buffers `packed` and `scales` of a bfloat16 layer.
 
-    Storage is allocated here, uninitialised, and only written in place afterwards, so addresses never change. With
-    `keep_dense`, a bfloat16 copy of W computes calls with more than `dense_above` rows; otherwise the 4-bit kernel
-    computes all calls. Raises ModelError for a shape that `fits_int4` rejects.
+    With `keep_dense`, a bfloat16 copy of W, the parameter `weight`, computes calls with more than `dense_above` rows;
+    otherwise the 4-bit kernel computes all calls.
     """
 
-    packed: Tensor
-    scales: Tensor
+    def __init__(self, *, keep_dense: bool, dense_above: int = DENSE_ABOVE):
+        self.keep_dense, self.dense_above = keep_dense, dense_above
 
-    def __init__(
-        self, parts: dict[str, int], inputs: int, *, bias: bool, keep_dense: bool, dense_above: int = DENSE_ABOVE
-    ):
-        super().__init__()
-        self.parts, self.inputs, self.outputs = dict(parts), inputs, sum(parts.values())
-        if not fits_int4(self.outputs, inputs):
+    def create(self, layer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if len(shape) != 2 or not fits_int4(*shape):
             raise ModelError(
-                f"a weight of {self.outputs} x {inputs} can't be stored in 4 bits (rows must be a multiple of "
-                f"{ROW_MULTIPLE}, inputs of {GROUP}); use --cpu-weight-format bf16"
+                f"a weight of {' x '.join(map(str, shape))} can't be stored in 4 bits (rows must be a multiple of "
+                f"{ROW_MULTIPLE}, inputs of {GROUP}, without experts); use --cpu-weight-format bf16"
             )
-        self.dense_above = dense_above
-        self.register_buffer("packed", torch.empty(self.outputs, inputs // 2, dtype=torch.uint8))
-        self.register_buffer("scales", torch.empty(inputs // GROUP, self.outputs, 2, dtype=torch.bfloat16))
-        self.weight = self.bias = None
-        if keep_dense:
-            self.weight = nn.Parameter(torch.empty(self.outputs, inputs, dtype=torch.bfloat16), requires_grad=False)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.outputs, dtype=torch.bfloat16), requires_grad=False)
+        rows, inputs = shape
+        layer.register_buffer("packed", torch.empty(rows, inputs // 2, dtype=torch.uint8))
+        layer.register_buffer("scales", torch.empty(inputs // GROUP, rows, 2, dtype=torch.bfloat16))
+        layer.weight = None
+        if self.keep_dense:
+            layer.weight = nn.Parameter(torch.empty(rows, inputs, dtype=torch.bfloat16), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight is not None and x.shape[0] > self.dense_above:
-            return F.linear(x, self.weight, self.bias)
-        out = _int4_product(x, self.packed, self.scales)
-        return out if self.bias is None else out.add_(self.bias)
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        if layer.weight is not None and x.shape[0] > self.dense_above:
+            return F.linear(x, layer.weight, bias)
+        out = _int4_product(x, layer.packed, layer.scales)
+        return out if bias is None else out.add_(bias)
 
-    @property
-    def linear_weight(self) -> LinearWeight:
-        """The weight as kernels read it, in the layouts of `pack_codes` and `pack_scales`."""
-        return LinearWeight(self.packed, "int4", self.scales)
+    def linear_weight(self, layer: Any) -> LinearWeight:
+        """Return the weight as kernels read it, in the layouts of `pack_codes` and `pack_scales`."""
+        return LinearWeight(layer.packed, "int4", layer.scales)
 
-    def load_codes(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
-        """Set the whole weight in place: codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any float dtype."""
-        with torch.no_grad():
-            self.packed.copy_(pack_codes(codes))
-            self.scales.copy_(pack_scales(scale, zero))
-            if self.weight is not None:
-                self.weight.copy_(dequantize(codes, scale, zero))
+    def slots(self, layer: Any, start: int, rows: int, expert: int | None = None) -> dict[str, Stored]:
+        return {"weight": Stored(Int4Slot(layer, start, rows), 0, 1)}
 
-    def load_dense(self, weight: Tensor, row: int = 0) -> None:
-        """Quantise `weight` [rows, K] (lossy) into rows starting at `row`, in place; other rows are unchanged.
 
-        Packing interleaves rows within blocks of 64. If a part of a fused layer doesn't cover whole blocks, all codes
-        are read back and repacked.
-        """
-        end = row + weight.shape[0]
-        with torch.no_grad():
-            codes, scale, zero = quantize(weight)
-            if row % _PACK_BLOCK_ROWS == 0 and (end % _PACK_BLOCK_ROWS == 0 or end == self.outputs):
-                self.packed[row:end].copy_(pack_codes(codes))
-            else:
-                all_codes = self.codes()
-                all_codes[row:end] = codes
-                self.packed.copy_(pack_codes(all_codes))
-            self.scales[:, row:end].copy_(pack_scales(scale, zero))
-            if self.weight is not None:
-                # store the dequantised weight, so that both kernels use the same values after an update
-                self.weight[row:end].copy_(dequantize(codes, scale, zero))
+def load_codes(layer: Any, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    """Set the whole 4-bit weight of a layer in place.
 
-    def codes(self) -> Tensor:
-        """Return the codes, uint8 [N, K], by multiplying with the identity (exact, as they are small integers)."""
-        ones, zeros = torch.ones_like(self.scales[..., 0]).T, torch.zeros_like(self.scales[..., 0]).T
-        identity = torch.eye(self.inputs, dtype=torch.bfloat16)
-        return _int4_product(identity, self.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
+    codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any float dtype.
+    """
+    with torch.no_grad():
+        layer.packed.copy_(pack_codes(codes))
+        layer.scales.copy_(pack_scales(scale, zero))
+        if layer.weight is not None:
+            layer.weight.copy_(dequantize(codes, scale, zero))
 
-    def effective_weight(self) -> Tensor:
-        """Return the weight that the 4-bit kernel uses, as a new float32 tensor [N, K]."""
-        return dequantize(self.codes(), self.scales[..., 0].T, self.scales[..., 1].T)
 
-    def slots(self, prefix: str) -> dict[str, Slot]:
-        """Map Hugging Face names to row ranges of the fused storage."""
-        slots: dict[str, Slot] = {}
-        start = 0
-        for name, rows in self.parts.items():
-            slots[f"{prefix}.{name}.weight"] = Int4Slot(self, start, rows)
-            if self.bias is not None:
-                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
-            start += rows
-        return slots
+def load_dense(layer: Any, weight: Tensor, row: int = 0) -> None:
+    """Quantise `weight` [rows, K] (lossy) into rows of a 4-bit layer starting at `row`, in place.
 
-    def extra_repr(self) -> str:
-        used_for = f"up to {self.dense_above} rows" if self.weight is not None else "always"
-        return f"{self.inputs} -> {self.outputs}, 4-bit {used_for}"
+    Other rows are unchanged. Packing interleaves rows within blocks of 64. If the rows don't cover whole blocks, all
+    codes are read back and repacked.
+    """
+    end, outputs = row + weight.shape[0], layer.packed.shape[0]
+    with torch.no_grad():
+        codes, scale, zero = quantize(weight)
+        if row % _PACK_BLOCK_ROWS == 0 and (end % _PACK_BLOCK_ROWS == 0 or end == outputs):
+            layer.packed[row:end].copy_(pack_codes(codes))
+        else:
+            all_codes = unpack_codes(layer)
+            all_codes[row:end] = codes
+            layer.packed.copy_(pack_codes(all_codes))
+        layer.scales[:, row:end].copy_(pack_scales(scale, zero))
+        if layer.weight is not None:
+            # store the dequantised weight, so that both kernels use the same values after an update
+            layer.weight[row:end].copy_(dequantize(codes, scale, zero))
+
+
+def unpack_codes(layer: Any) -> Tensor:
+    """Return the codes of a layer, uint8 [N, K], by multiplying with the identity (exact: they are small integers)."""
+    ones, zeros = torch.ones_like(layer.scales[..., 0]).T, torch.zeros_like(layer.scales[..., 0]).T
+    identity = torch.eye(2 * layer.packed.shape[1], dtype=torch.bfloat16)
+    return _int4_product(identity, layer.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
+
+
+def effective_weight(layer: Any) -> Tensor:
+    """Return the weight that the 4-bit kernel uses, as a new float32 tensor [N, K]."""
+    return dequantize(unpack_codes(layer), layer.scales[..., 0].T, layer.scales[..., 1].T)
 
 
 class Int4Slot:
-    """The slot of one checkpoint tensor in an Int4Linear; like WeightSlot, but `write` quantises (lossy)."""
+    """The slot of one checkpoint tensor in a 4-bit layer; like WeightSlot, but `write` quantises (lossy)."""
 
     dtype = torch.bfloat16
 
-    def __init__(self, layer: Int4Linear, start: int, rows: int):
+    def __init__(self, layer: Any, start: int, rows: int):
         self.layer, self.start, self.rows = layer, start, rows
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The checkpoint tensor's shape."""
-        return (self.rows, self.layer.inputs)
+        return (self.rows, 2 * self.layer.packed.shape[1])
 
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
-        self.layer.load_dense(tensor.to(device="cpu"), self.start)
+        load_dense(self.layer, tensor.to(device="cpu"), self.start)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole checkpoint tensor that is stored here: all of it."""
@@ -199,4 +188,4 @@ class Int4Slot:
 
     def read(self) -> Tensor:
         """Return a dequantised bfloat16 copy of the weight in use."""
-        return self.layer.effective_weight()[self.start : self.start + self.rows].bfloat16()
+        return effective_weight(self.layer)[self.start : self.start + self.rows].bfloat16()

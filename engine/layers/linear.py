@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.weight_method import PLAIN, Stored, WeightMethod
 from engine.layers.weight_slot import Slot, WeightSlot
 
 
@@ -14,41 +17,56 @@ class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [sum of rows, inputs]; `parts` maps checkpoint names to row counts, in order.
 
     `Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576, ...)` fuses three GEMMs; an unfused layer has one part.
+    `method` stores W and computes with it.
     """
 
-    def __init__(self, parts: dict[str, int], inputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+    weight: Any  # the parameter of a plain weight; see `method`
+
+    def __init__(
+        self,
+        parts: dict[str, int],
+        inputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: WeightMethod = PLAIN,
+    ):
         super().__init__()
-        self.parts = dict(parts)
+        self.parts, self.method = dict(parts), method
         self.inputs, self.outputs = inputs, sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(self.outputs, inputs, dtype=dtype, device=device), requires_grad=False)
+        method.create(self, (self.outputs, inputs), dtype, device)
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.empty(self.outputs, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.method.apply(self, x, self.bias)
 
     @property
     def linear_weight(self) -> LinearWeight:
         """The weight as kernels read it."""
-        return LinearWeight.plain(self.weight)
+        return self.method.linear_weight(self)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names (`prefix.q_proj.weight`, `….bias`) to row ranges of the fused storage."""
-        return {**self._row_slots(prefix)}
+        return {name: stored.slot for name, stored in self.stored(prefix).items()}
 
-    def _row_slots(self, prefix: str) -> dict[str, WeightSlot]:
-        slots: dict[str, WeightSlot] = {}
+    def stored(self, prefix: str) -> dict[str, Stored]:
+        """Map Hugging Face names to row ranges of the fused storage, with the dimensions that ranks may split."""
+        found: dict[str, Stored] = {}
         start = 0
         for name, rows in self.parts.items():
-            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight, start, rows)
+            for suffix, stored in self.method.slots(self, start, rows).items():
+                found[f"{prefix}.{name}.{suffix}"] = stored
             if self.bias is not None:
-                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias, start, rows)
+                found[f"{prefix}.{name}.bias"] = Stored(WeightSlot(self.bias, start, rows), 0, None)
             start += rows
-        return slots
+        return found
 
     def extra_repr(self) -> str:
-        return f"{self.inputs} -> {'+'.join(f'{name}:{rows}' for name, rows in self.parts.items())}"
+        shape = f"{self.inputs} -> {'+'.join(f'{name}:{rows}' for name, rows in self.parts.items())}"
+        return shape if self.method is PLAIN else f"{shape}, {self.linear_weight.format}"
 
 
 class Embedding(nn.Module):

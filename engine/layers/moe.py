@@ -8,11 +8,15 @@ Shapes: T tokens, h hidden size, E experts, k experts per token, I an expert's i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.weight_slot import WeightSlot
+from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
+from engine.layers.weight_method import PLAIN, WeightMethod
+from engine.layers.weight_slot import Slot, WeightSlot
 
 NO_EXPERT = -1
 """The expert of padding rows: no expert computes them."""
@@ -47,44 +51,85 @@ class Router(nn.Module):
         return {f"{prefix}.weight": WeightSlot(self.weight)}
 
 
+class ExpertWeights(nn.Module):
+    """One matrix W [outputs, inputs] of each of E experts, stacked; `method` stores them."""
+
+    weight: Any  # the parameter of a plain weight; see `method`
+
+    def __init__(
+        self,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: WeightMethod = PLAIN,
+    ):
+        super().__init__()
+        self.shape, self.method = (experts, outputs, inputs), method
+        method.create(self, self.shape, dtype, device)
+
+    @property
+    def linear_weight(self) -> LinearWeight:
+        """The weights [E, outputs, inputs] as kernels read them."""
+        return self.method.linear_weight(self)
+
+    def slots(self, prefix: str, expert: int, start: int, rows: int) -> dict[str, Slot]:
+        """Map the names of some rows of an expert's matrix to their storage."""
+        return {
+            f"{prefix}.{name}": stored.slot for name, stored in self.method.slots(self, start, rows, expert).items()
+        }
+
+
 class Experts(nn.Module):
     """The MLPs down(silu(gate(x)) * up(x)) of all experts, stacked: gate_up [E, 2I, h], gate first, and down [E, h, I].
 
     h and I must be multiples of EXPERT_ALIGNMENT.
     """
 
-    def __init__(self, experts: int, hidden: int, width: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        method: WeightMethod = PLAIN,
+    ):
         super().__init__()
         if hidden % EXPERT_ALIGNMENT or width % EXPERT_ALIGNMENT:
             raise ValueError(f"hidden={hidden} and width={width} must be multiples of {EXPERT_ALIGNMENT}")
-        empty = lambda *shape: torch.empty(experts, *shape, dtype=dtype, device=device)  # noqa: E731
-        self.gate_up = nn.Parameter(empty(2 * width, hidden), requires_grad=False)
-        self.down = nn.Parameter(empty(hidden, width), requires_grad=False)
+        self.count, self.hidden, self.width = experts, hidden, width
+        self.gate_up = ExpertWeights(experts, 2 * width, hidden, dtype=dtype, device=device, method=method)
+        self.down = ExpertWeights(experts, hidden, width, dtype=dtype, device=device, method=method)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return each row's sum of its experts' outputs times their weights: x [T, h] -> [T, h].
 
         weights float32 [T, k], experts int64 [T, k]. A row whose experts are all NO_EXPERT gets 0.
         """
+        gate_up, down = self.gate_up.linear_weight, self.down.linear_weight
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            weight.require(PLAIN_FORMATS.values(), f"{name} of the experts")
         if x.is_cuda:
             from engine.kernels.moe import run_experts  # triton is installed only with CUDA
 
-            return run_experts(x, weights, experts, self.gate_up, self.down)
-        return run_experts_grouped(x, weights, experts, self.gate_up, self.down)
+            return run_experts(x, weights, experts, gate_up.weight, down.weight)
+        return run_experts_grouped(x, weights, experts, gate_up.weight, down.weight)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the Hugging Face names of each expert's three matrices to their parts of the stacked storage."""
-        slots: dict[str, WeightSlot] = {}
-        width = self.down.shape[2]
-        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            slots[f"{prefix}.{index}.gate_proj.weight"] = WeightSlot(gate_up, 0, width)
-            slots[f"{prefix}.{index}.up_proj.weight"] = WeightSlot(gate_up, width, width)
-            slots[f"{prefix}.{index}.down_proj.weight"] = WeightSlot(down)
+        slots: dict[str, Slot] = {}
+        for index in range(self.count):
+            slots |= self.gate_up.slots(f"{prefix}.{index}.gate_proj", index, 0, self.width)
+            slots |= self.gate_up.slots(f"{prefix}.{index}.up_proj", index, self.width, self.width)
+            slots |= self.down.slots(f"{prefix}.{index}.down_proj", index, 0, self.hidden)
         return slots
 
     def extra_repr(self) -> str:
-        experts, hidden, width = self.down.shape
-        return f"{experts} x ({hidden} -> {width} -> {hidden})"
+        return f"{self.count} x ({self.hidden} -> {self.width} -> {self.hidden})"
 
 
 class MoE(nn.Module):
@@ -100,10 +145,11 @@ class MoE(nn.Module):
         normalize: bool,
         dtype: torch.dtype,
         device: torch.device,
+        method: WeightMethod = PLAIN,
     ):
         super().__init__()
         self.router = Router(experts, top_k, hidden, normalize=normalize, dtype=dtype, device=device)
-        self.experts = Experts(experts, hidden, width, dtype=dtype, device=device)
+        self.experts = Experts(experts, hidden, width, dtype=dtype, device=device, method=method)
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """`valid` bool [T]: False for padding rows; None: there are none."""
@@ -113,7 +159,7 @@ class MoE(nn.Module):
             experts = experts.masked_fill(valid.logical_not().unsqueeze(1), NO_EXPERT)
         return self.experts(x, weights, experts)
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+    def slots(self, prefix: str) -> dict[str, Slot]:
         return {**self.router.slots(f"{prefix}.gate"), **self.experts.slots(f"{prefix}.experts")}
 
 

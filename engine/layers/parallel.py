@@ -6,6 +6,8 @@ rank's part of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +16,8 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.float32_linear import linear_float32
 from engine.layers.linear import Embedding, Linear
-from engine.layers.weight_slot import PartSlot, Slot, WeightSlot
+from engine.layers.weight_method import PLAIN, WeightMethod
+from engine.layers.weight_slot import PartSlot, Slot, SplitSlot, WeightSlot
 
 
 class ColumnParallelLinear(Linear):
@@ -33,14 +36,17 @@ class ColumnParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
+        method: WeightMethod = PLAIN,
     ):
-        own = {name: divide(rows, parallel, f"{name} with {rows} outputs") for name, rows in parts.items()}
-        super().__init__(own, inputs, bias=bias, dtype=dtype, device=device)
+        super().__init__(rank_rows(parts, parallel), inputs, bias=bias, dtype=dtype, device=device, method=method)
         self.parallel = parallel
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names to this rank's rows of the fused storage."""
-        return {name: split_slot(slot, 0, self.parallel) for name, slot in self._row_slots(prefix).items()}
+        return {
+            name: split_slot(stored.slot, stored.output_dim, self.parallel)
+            for name, stored in self.stored(prefix).items()
+        }
 
 
 class RowParallelLinear(Linear):
@@ -59,19 +65,20 @@ class RowParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
+        method: WeightMethod = PLAIN,
     ):
-        own = divide(inputs, parallel, f"{', '.join(parts)} with {inputs} inputs")
-        super().__init__(parts, own, bias=bias, dtype=dtype, device=device)
+        own = rank_inputs(parts, inputs, parallel)
+        super().__init__(parts, own, bias=bias, dtype=dtype, device=device, method=method)
         self.parallel = parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias if self.parallel.is_first else None))
+        return self.parallel.all_reduce(self.method.apply(self, x, self.bias if self.parallel.is_first else None))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names to this rank's columns of the weight, and to the whole bias."""
         return {
-            name: split_slot(slot, 1, self.parallel) if name.endswith(".weight") else slot
-            for name, slot in self._row_slots(prefix).items()
+            name: split_slot(stored.slot, stored.input_dim, self.parallel)
+            for name, stored in self.stored(prefix).items()
         }
 
 
@@ -146,21 +153,36 @@ def embed_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
     return F.embedding(local_ids * is_local, table).masked_fill_(~is_local.unsqueeze(1), 0)
 
 
-def divide(size: int, parallel: TensorParallel, what: str) -> int:
+def rank_rows(parts: Mapping[str, int], parallel: TensorParallel) -> dict[str, int]:
+    """Return a rank's rows of the parts of a ColumnParallelLinear. Raises ModelError if they can't be split."""
+    return {name: _divide(rows, parallel, f"{name} with {rows} outputs") for name, rows in parts.items()}
+
+
+def rank_inputs(parts: Mapping[str, int], inputs: int, parallel: TensorParallel) -> int:
+    """Return a rank's inputs of a RowParallelLinear. Raises ModelError if they can't be split."""
+    return _divide(inputs, parallel, f"{', '.join(parts)} with {inputs} inputs")
+
+
+def _divide(size: int, parallel: TensorParallel, what: str) -> int:
     """Return a rank's share of `size`. Raises ModelError, with `what` as the subject, if it is not a whole number."""
     if size % parallel.size:
         raise ModelError(f"{what} can't be split over {parallel.size} tensor-parallel ranks")
     return size // parallel.size
 
 
-def split_slot(slot: WeightSlot, dim: int, parallel: TensorParallel) -> Slot:
-    """Return the slot of a whole tensor that is split evenly along `dim`; `slot` holds this rank's part."""
-    if parallel.size == 1:
+def split_slot(slot: Slot, dim: int | None, parallel: TensorParallel) -> Slot:
+    """Return the slot of a whole tensor that is split evenly along `dim` (None: not at all).
+
+    `slot` holds this rank's part.
+    """
+    if parallel.size == 1 or dim is None:
         return slot
     shape = list(slot.shape)
     start = parallel.rank * shape[dim]
     shape[dim] *= parallel.size
-    return PartSlot(slot.target, tuple(shape), dim, start)
+    if isinstance(slot, WeightSlot):
+        return PartSlot(slot.target, tuple(shape), dim, start)
+    return SplitSlot(slot, tuple(shape), dim, start)
 
 
 def _vocab_slot(weight: Tensor, vocab: int, parallel: TensorParallel) -> Slot:

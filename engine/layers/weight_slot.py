@@ -93,3 +93,30 @@ class PartSlot:
     def read(self) -> Tensor:
         """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
         return self.target.reshape(self.part)
+
+
+class SplitSlot:
+    """The slot of a whole checkpoint tensor, of which `part` stores this rank's: for formats that convert on writing.
+
+    `shape` is that of the whole tensor; the part begins at index `start` of dimension `dim`.
+    """
+
+    def __init__(self, part: Slot, shape: tuple[int, ...], dim: int, start: int):
+        self.part, self.shape, self.dim, self.start = part, shape, dim, start
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which `write` converts."""
+        return self.part.dtype
+
+    def write(self, tensor: Tensor) -> None:
+        """Store this rank's part of the whole `tensor` (any floating dtype, any device) in place."""
+        self.part.write(self.part_of(tensor))
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of the whole `tensor` that is stored here, as a view."""
+        return tensor.narrow(self.dim, self.start, self.part.shape[self.dim])
+
+    def read(self) -> Tensor:
+        """Return this rank's part."""
+        return self.part.read()

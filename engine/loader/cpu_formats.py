@@ -1,22 +1,21 @@
-"""CPU weight formats: choose one for --cpu-weight-format, load a GGUF file into it, quantise a model to int4.
-
-Accesses models only through `linears`, `weight_slots`, `embedding` and `lm_head`.
-"""
+"""CPU weight formats: choose one for --cpu-weight-format, build a model with it, load a GGUF file into it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
 
 from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.gguf_model import GGUFModel
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
 from engine.layers.float32_table import Float32Embedding, Float32Head
-from engine.layers.int4 import Int4Linear, fits_int4, int4_available
+from engine.layers.int4 import Int4Weight, fits_int4, int4_available, load_codes
 from engine.layers.linear import Linear
+from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.models import Decoder, ModelConfig, build_model, config_from_dict
 from engine.models.interface import Model
 
@@ -100,10 +99,13 @@ def load_gguf(
         torch_dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     else:
         torch_dtype = _DTYPE_OF_FORMAT[chosen]
-    model = build_model(config, torch_dtype, device, max_len)
     loaded: set[str] = set()
-    if chosen == "int4" and isinstance(model, Decoder):  # GGUF files hold dense models only
-        loaded = _fill_int4(model, source)
+    model: Model
+    if chosen == "int4":
+        model = build_int4_model(config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1)
+        loaded = _fill_codes(model, source)
+    else:
+        model = build_model(config, torch_dtype, device, max_len)
     try:
         slots = model.weight_slots()
         for name in source.names():
@@ -114,92 +116,82 @@ def load_gguf(
     return config, model
 
 
-def quantize_model(model: Model, keep_dense: bool | None = None) -> None:
-    """Quantise the projections of a loaded bfloat16 CPU model to int4 in place, layer by layer. Lossy.
+def build_int4_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_len: int | None = None,
+    parallel: TensorParallel = SINGLE_RANK,
+    *,
+    stored_in_4_bits: Callable[[str], bool] = lambda name: True,
+    keep_dense: bool | None = None,
+) -> Decoder:
+    """Create an uninitialised model on the CPU whose projections are stored in 4 bits, where their shapes allow it.
 
-    For full-precision checkpoints when int4 was requested explicitly. Embedding and head are not quantised: the head
-    gets float32 storage. Parameter addresses change, so call it before graphs are captured. `keep_dense` None: decide
-    by KEEP_DENSE_BYTES. Raises ModelError for a shard of a tensor-parallel model, and for a model that is not a
-    Decoder.
+    Writing to their slots quantises (lossy). `stored_in_4_bits` tells which checkpoint tensors qualify; a fused
+    projection needs all of its parts. Embedding and head are not quantised; the head gets float32 storage. `keep_dense`
+    None: decide by KEEP_DENSE_BYTES. Raises ModelError for a model with experts or with layers of its own.
     """
-    if not isinstance(model, Decoder):
-        raise ModelError(f"{model.config.architecture} can't be quantised; use cpu_weight_format bf16 or fp32")
-    if model.parallel.size > 1:
-        raise ModelError("int4 weights can't be split over tensor-parallel ranks; use cpu_weight_format bf16 or fp32")
-    keep = _dense_copies_fit(model) if keep_dense is None else keep_dense
-    for _, parent, attribute in model.linears():
-        old: Linear = getattr(parent, attribute)
-        if fits_int4(old.outputs, old.inputs):
-            new = _empty_int4(old, keep)
-            new.load_dense(old.weight)
-            if old.bias is not None and new.bias is not None:
-                new.bias.data.copy_(old.bias)
-            setattr(parent, attribute, new)
-    head = model.lm_head.weight
-    if _store_head_in_float32(model):
-        with torch.no_grad():
-            model.lm_head.weight.copy_(head)
+    if config.num_experts:
+        raise ModelError(
+            f"{config.architecture} can't be quantised: its experts are stored in 16 or 32 bits; "
+            "use cpu_weight_format bf16 or fp32"
+        )
+    keep = _dense_copies_fit(config, parallel) if keep_dense is None else keep_dense
+    int4 = Int4Weight(keep_dense=keep)
+
+    def choose(prefix: str, parts: Mapping[str, int], inputs: int) -> WeightMethod:
+        names = (f"{prefix}.{part}.weight" for part in parts)
+        return int4 if fits_int4(sum(parts.values()), inputs) and all(map(stored_in_4_bits, names)) else PLAIN
+
+    model = build_model(config, dtype, "cpu", max_len, parallel, choose)
+    assert isinstance(model, Decoder)  # else build_model refuses the methods
+    if parallel.size == 1:
+        _store_head_in_float32(model)
+    return model
 
 
-def _store_head_in_float32(model: Decoder) -> bool:
+def _store_head_in_float32(model: Decoder) -> None:
     """Replace the head, and the embedding if it is tied to it, by empty ones in float32 storage, unless too large."""
     size = (model.config.vocab_size, model.config.hidden_size)
     if 4 * math.prod(size) > FLOAT32_HEAD_BYTES:
-        return False
+        return
     if model.config.tie_word_embeddings:
         model.embedding = Float32Embedding(*size, model.dtype)
         model.lm_head = Float32Head(*size, model.dtype, tied=model.embedding.weight)
     else:
         model.lm_head = Float32Head(*size, model.dtype)
-    return True
 
 
-def _fill_int4(model: Decoder, source: GGUFModel) -> set[str]:
-    """Replace and fill every projection whose parts are all Q4_1; return the names of the loaded weights.
+def _fill_codes(model: Decoder, source: GGUFModel) -> set[str]:
+    """Fill every 4-bit projection with the codes of a file; return the names of the loaded weights.
 
     Each thread converts projections of its own. Threads that share the many small operations of a conversion wait for
     each other after each one: beside another busy process, 12 s instead of 0.6 s for 135M parameters.
     """
-    keep = _dense_copies_fit(model)
-    _store_head_in_float32(model)
-    prefixes = {id(owner): prefix for prefix, owner in _projection_prefixes(model)}
-    found: list[tuple[nn.Module, str, list[str]]] = []
-    for _, parent, attribute in model.linears():
-        old: Linear = getattr(parent, attribute)
-        names = [f"{prefixes[id(parent)]}.{part}.weight" for part in old.parts]
-        if all(map(source.is_q4_1, names)) and fits_int4(old.outputs, old.inputs):
-            found.append((parent, attribute, names))
+    found = [
+        (layer, [f"model.layers.{index}.{part}.{name}.weight" for name in layer.parts])
+        for index in range(model.config.num_layers)
+        for part, attribute in (("self_attn", "attn"), ("mlp", "mlp"))
+        for layer in model.layers[index].get_submodule(attribute).children()
+        if isinstance(layer, Linear) and isinstance(layer.method, Int4Weight)
+    ]
 
-    def convert(projection: tuple[nn.Module, str, list[str]]) -> Int4Linear:
-        parent, attribute, names = projection
-        new = _empty_int4(getattr(parent, attribute), keep)
+    def convert(projection: tuple[Linear, list[str]]) -> None:
+        layer, names = projection
         codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
-        new.load_codes(codes, scale, low + 8 * scale)
-        return new
+        load_codes(layer, codes, scale, low + 8 * scale)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of each operation
     try:
         with ThreadPoolExecutor(threads) as pool:
-            for (parent, attribute, _), new in zip(found, pool.map(convert, found), strict=True):
-                setattr(parent, attribute, new)
+            list(pool.map(convert, found))
     finally:
         torch.set_num_threads(threads)
-    return {name for _, _, names in found for name in names}
+    return {name for _, names in found for name in names}
 
 
-def _projection_prefixes(model: Decoder) -> list[tuple[str, nn.Module]]:
-    """Return (Hugging Face name prefix, module) of every module that owns projections."""
-    return [
-        (f"model.layers.{index}.{name}", layer.get_submodule(attribute))
-        for index, layer in enumerate(model.layers)
-        for name, attribute in (("self_attn", "attn"), ("mlp", "mlp"))
-    ]
-
-
-def _empty_int4(old: Linear, keep_dense: bool) -> Int4Linear:
-    return Int4Linear(old.parts, old.inputs, bias=old.bias is not None, keep_dense=keep_dense)
-
-
-def _dense_copies_fit(model: Decoder) -> bool:
-    return sum(getattr(parent, name).weight.nbytes for _, parent, name in model.linears()) <= KEEP_DENSE_BYTES
+def _dense_copies_fit(config: ModelConfig, parallel: TensorParallel) -> bool:
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    values = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    return 2 * values // parallel.size <= KEEP_DENSE_BYTES

@@ -43,10 +43,15 @@ def load_hf_folder(
     rank reads only the parts of the files that it stores. Raises ModelError naming the file for an invalid folder.
     """
     config = config_from_folder(folder)
-    shards = safetensors_files(folder)
+    safetensors_files(folder)  # raises before the model is allocated
     model = build_model(config, dtype, device, max_len, parallel)
-    load_weights(model, iterate_shards(shards), str(folder))
+    load_folder_weights(model, folder)
     return config, model
+
+
+def load_folder_weights(model: Model, folder: str | Path) -> None:
+    """Load the weights of a folder in Hugging Face layout into `model`. Raises ModelError naming the file."""
+    load_weights(model, iterate_shards(safetensors_files(folder)), str(folder))
 
 
 def safetensors_files(folder: str | Path) -> list[Path]:

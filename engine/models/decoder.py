@@ -23,11 +23,13 @@ from engine.kernels.linear_weight import LinearWeight
 from engine.layers.norm import RMSNorm
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RotaryTable
+from engine.layers.weight_method import WeightMethods, plain_weights
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import DecoderTensors, HeadLayout, LayerTensors
 from engine.models.interface import ForwardContext, Model, tensor_kinds
 from engine.models.layer import DecoderLayer, GatedMLP
+from engine.models.options import LayerOptions
 
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 """Names of stacked experts, tensors [E, 2I, h] and [E, h, I], as in the modules of transformers 5."""
@@ -46,7 +48,8 @@ class Decoder(Model, nn.Module):
 
     max_len bounds positions: the length of the RoPE table (default: the config's context_length). Parameters don't
     require gradients. With several ranks in `parallel` it is this rank's shard: all ranks must make the same calls, and
-    `self.config` has the attention heads, KV heads and MLP columns of one rank.
+    `self.config` has the attention heads, KV heads and MLP columns of one rank. `methods` chooses how each linear layer
+    stores its weight.
 
     Raises ModelError if max_len exceeds the config's sliding window, or if heads or MLP columns can't be split evenly.
     """
@@ -58,6 +61,7 @@ class Decoder(Model, nn.Module):
         device: torch.device | str,
         max_len: int | None = None,
         parallel: TensorParallel = SINGLE_RANK,
+        methods: WeightMethods = plain_weights,
     ):
         super().__init__()
         device = torch.device(device)
@@ -72,8 +76,9 @@ class Decoder(Model, nn.Module):
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, dtype=dtype, device=device, parallel=parallel
         )
+        options = LayerOptions(dtype, device, parallel, methods)
         self.layers = nn.ModuleList(
-            self.make_layer(config, i, dtype, device, parallel) for i in range(config.num_layers)
+            self.make_layer(config, index, f"model.layers.{index}", options) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, weight_offset=config.norm_offset)
         self.lm_head = VocabParallelHead(
@@ -95,15 +100,12 @@ class Decoder(Model, nn.Module):
             # rounded as in training: in bfloat16, sqrt(3072) is 55.5
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
-    def make_layer(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
-    ) -> nn.Module:
-        """Create decoder layer `index`: a DecoderLayer, or another module that is called as `layer(hidden, context)`
-        and has `slots(prefix)`.
+    def make_layer(self, config: ModelConfig, index: int, prefix: str, options: LayerOptions) -> nn.Module:
+        """Create decoder layer `index`: a DecoderLayer, or another module with `slots(prefix)` and the same call.
 
-        `config` is that of the whole model.
+        `config` is the config of the whole model; `prefix` begins the names of the layer's tensors.
         """
-        return DecoderLayer(config, index, dtype, device, parallel)
+        return DecoderLayer(config, index, prefix, options)
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -205,27 +207,6 @@ class Decoder(Model, nn.Module):
         """Map Megatron's names of layer parts to submodule paths; "layer" stands for whole layers."""
         layers = [f"layers.{index}" for index in range(len(self.layers))]
         return {"layer": layers, "attn": [f"{path}.attn" for path in layers], "mlp": [f"{path}.mlp" for path in layers]}
-
-    def linears(self, include_head: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield (name, parent module, attribute) of each projection, to replace it with another weight format.
-
-        A replacement is called as `parent.attribute(x)` and must have `slots(prefix)` and, for fused kernels,
-        `linear_weight`. The head comes last, only with `include_head`; a tied head's parameter is the embedding's.
-        Raises ModelError if a layer has experts, which are stored in 16 or 32 bits.
-        """
-        if self.config.sparse_layers:
-            raise ModelError(
-                f"{self.config.architecture} can't be quantised: its experts are stored in 16 or 32 bits; "
-                "use cpu_weight_format bf16 or fp32"
-            )
-        return self._linears(include_head)
-
-    def _linears(self, include_head: bool) -> Iterator[tuple[str, nn.Module, str]]:
-        for index, layer in enumerate(self.layers):
-            for owner, attribute in (("attn", "qkv"), ("attn", "o"), ("mlp", "gate_up"), ("mlp", "down")):
-                yield f"layers.{index}.{owner}.{attribute}", getattr(layer, owner), attribute
-        if include_head:
-            yield "lm_head", self, "lm_head"
 
 
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:

@@ -7,48 +7,36 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from engine.distributed.tensor_parallel import TensorParallel
 from engine.layers.activation import ACTIVATIONS
 from engine.layers.moe import MoE
 from engine.layers.norm import HeadNorm, RMSNorm
-from engine.layers.parallel import ColumnParallelLinear, RowParallelLinear
 from engine.layers.rotary import rotate
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.interface import ForwardContext
+from engine.models.options import LayerOptions
 
 
 class SelfAttention(nn.Module):
-    """Projections, head norms and RoPE around the attention of the context: normed hidden [T, h] -> [T, h]."""
+    """Projections, head norms and RoPE around the attention of the context: normed hidden [T, h] -> [T, h].
 
-    def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
-    ):
+    `prefix` begins the names of its tensors.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, options: LayerOptions):
         super().__init__()
+        ranks, hidden = options.parallel.size, config.hidden_size
         self.index = index
-        self.heads, self.kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
+        self.heads, self.kv_heads = config.num_heads // ranks, config.num_kv_heads // ranks
         self.head_dim = config.head_dim
         self.rope = slice(2, 4) if config.uses_local_rope(index) else slice(0, 2)  # cos and sin in context.rope
         q_rows, kv_rows = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.qkv = ColumnParallelLinear(
-            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
-            config.hidden_size,
-            bias=config.attention_bias,
-            dtype=dtype,
-            device=device,
-            parallel=parallel,
+        self.qkv = options.column_linear(
+            prefix, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, hidden, bias=config.attention_bias
         )
-        self.o = RowParallelLinear(
-            {"o_proj": config.hidden_size},
-            q_rows,
-            bias=config.output_bias,
-            dtype=dtype,
-            device=device,
-            parallel=parallel,
-        )
+        self.o = options.row_linear(prefix, {"o_proj": hidden}, q_rows, bias=config.output_bias)
         self.qk_norm = None
         if config.qk_norm:
             self.qk_norm = HeadNorm(
@@ -56,8 +44,8 @@ class SelfAttention(nn.Module):
                 self.kv_heads,
                 self.head_dim,
                 config.rms_norm_eps,
-                dtype,
-                device,
+                options.dtype,
+                options.device,
                 weight_offset=config.norm_offset,
             )
 
@@ -79,18 +67,17 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with gate and up in one GEMM: normed hidden [T, h] -> [T, h]."""
+    """down(act(gate(x)) * up(x)), with gate and up in one GEMM: normed hidden [T, h] -> [T, h].
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, parallel: TensorParallel):
+    `prefix` begins the names of its tensors.
+    """
+
+    def __init__(self, config: ModelConfig, prefix: str, options: LayerOptions):
         super().__init__()
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.activation, self.act = config.activation, ACTIVATIONS[config.activation]
-        self.gate_up = ColumnParallelLinear(
-            {"gate_proj": width, "up_proj": width}, hidden, bias=bias, dtype=dtype, device=device, parallel=parallel
-        )
-        self.down = RowParallelLinear(
-            {"down_proj": hidden}, width, bias=bias, dtype=dtype, device=device, parallel=parallel
-        )
+        self.act = ACTIVATIONS[config.activation]
+        self.gate_up = options.column_linear(prefix, {"gate_proj": width, "up_proj": width}, hidden, bias=bias)
+        self.down = options.row_linear(prefix, {"down_proj": hidden}, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -100,41 +87,43 @@ class GatedMLP(nn.Module):
         return {**self.gate_up.slots(prefix), **self.down.slots(prefix)}
 
 
+def experts(config: ModelConfig, prefix: str, options: LayerOptions) -> MoE:
+    """Create the router and experts of a layer."""
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    return MoE(
+        config.num_experts,
+        config.experts_per_token,
+        hidden,
+        width,
+        normalize=config.normalize_weights,
+        dtype=options.dtype,
+        device=options.device,
+        method=options.methods(f"{prefix}.experts", {"gate_proj": width, "up_proj": width}, hidden),
+    )
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP or experts, each with a residual connection: hidden [T, h] -> hidden [T, h].
 
-    Norms are where `config.norms` names them: before or after attention and the MLP, or both.
+    Norms are where `config.norms` names them: before or after attention and the MLP, or both. `prefix` begins its names
+    in a checkpoint.
     """
 
-    def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, parallel: TensorParallel
-    ):
+    def __init__(self, config: ModelConfig, index: int, prefix: str, options: LayerOptions):
         super().__init__()
+        self.norms = config.norms
 
         def norm(name: str | None) -> RMSNorm | None:
-            if name is None:
-                return None
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, weight_offset=config.norm_offset)
+            size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+            return None if name is None else RMSNorm(size, eps, options.dtype, options.device, weight_offset=offset)
 
-        self.names = names = config.norms
-        self.input_norm = norm(names.before_attention)
-        self.attn = SelfAttention(config, index, dtype, device, parallel)
-        self.attn_out_norm = norm(names.after_attention)
-        self.post_norm = norm(names.before_mlp)
-        self.mlp: GatedMLP | MoE
-        if index in config.sparse_layers:
-            self.mlp = MoE(
-                config.num_experts,
-                config.experts_per_token,
-                config.hidden_size,
-                config.moe_intermediate_size,
-                normalize=config.normalize_weights,
-                dtype=dtype,
-                device=device,
-            )
-        else:
-            self.mlp = GatedMLP(config, dtype, device, parallel)
-        self.mlp_out_norm = norm(names.after_mlp)
+        self.input_norm = norm(self.norms.before_attention)
+        self.attn = SelfAttention(config, index, f"{prefix}.self_attn", options)
+        self.attn_out_norm = norm(self.norms.after_attention)
+        self.post_norm = norm(self.norms.before_mlp)
+        mlp = experts if index in config.sparse_layers else GatedMLP
+        self.mlp: GatedMLP | MoE = mlp(config, f"{prefix}.mlp", options)
+        self.mlp_out_norm = norm(self.norms.after_mlp)
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         x = hidden if self.input_norm is None else self.input_norm(hidden)
@@ -149,15 +138,14 @@ class DecoderLayer(nn.Module):
         return x if self.mlp_out_norm is None else self.mlp_out_norm(x)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        slots: dict[str, Slot] = {}
-        for part, name in (
-            (self.input_norm, self.names.before_attention),
-            (self.attn, "self_attn"),
-            (self.attn_out_norm, self.names.after_attention),
-            (self.post_norm, self.names.before_mlp),
-            (self.mlp, "mlp"),
-            (self.mlp_out_norm, self.names.after_mlp),
-        ):
-            if part is not None:
-                slots |= part.slots(f"{prefix}.{name}")
+        norms = {
+            self.norms.before_attention: self.input_norm,
+            self.norms.after_attention: self.attn_out_norm,
+            self.norms.before_mlp: self.post_norm,
+            self.norms.after_mlp: self.mlp_out_norm,
+        }
+        slots = {**self.attn.slots(f"{prefix}.self_attn"), **self.mlp.slots(f"{prefix}.mlp")}
+        for name, norm in norms.items():
+            if norm is not None:
+                slots |= norm.slots(f"{prefix}.{name}")
         return slots

@@ -19,6 +19,7 @@ import torch
 from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
+from engine.layers.weight_method import WeightMethods, plain_weights
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.dense import FAMILIES
@@ -152,14 +153,21 @@ def build_model(
     device: torch.device | str,
     max_len: int | None = None,
     parallel: TensorParallel = SINGLE_RANK,
+    methods: WeightMethods = plain_weights,
 ) -> Model:
     """Create the uninitialised model of `config`, or this rank's shard of one.
 
-    Raises ModelError if it can't be allocated or split.
+    `methods` chooses the weight method of each linear layer. Raises ModelError if the model can't be allocated or
+    split, and if it is no Decoder and would need other methods than the plain one.
     """
     model = find_entry({"architectures": [config.architecture]}, "the model's config").model
+    arguments: tuple[Any, ...] = (config, dtype, device, max_len, parallel)
+    if methods is not plain_weights:
+        if not (isinstance(model, type) and issubclass(model, Decoder)):
+            raise ModelError(f"{config.architecture} can't be quantised: its class stores plain weights only")
+        arguments += (methods,)
     try:
-        return model(config, dtype, device, max_len, parallel)
+        return model(*arguments)
     except (RuntimeError, MemoryError) as error:
         raise ModelError(
             f"{config.architecture} with {config.num_layers} layers of width {config.hidden_size} in {dtype} can't be "

@@ -21,8 +21,8 @@ from engine.config import EngineConfig, ResolvedConfig, cache_folder
 from engine.distributed.process_group import join_ranks, leave_ranks
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
-from engine.loader.cpu_formats import choose_cpu_format, format_dtype, gguf_config, load_gguf, quantize_model
-from engine.loader.weights import load_dummy, load_hf_folder
+from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, format_dtype, gguf_config, load_gguf
+from engine.loader.weights import load_dummy, load_folder_weights
 from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
@@ -277,10 +277,7 @@ def load_model(
 
     Raises ModelError if the files don't fit the model, and for a GGUF file with several ranks.
     """
-    if config.load_format == "dummy":
-        model = build_model(model_config, dtype, device, config.max_model_len, parallel)
-        load_dummy(model, config.seed)
-    elif source.kind == "gguf":
+    if source.kind == "gguf" and config.load_format != "dummy":
         if parallel.size > 1:
             raise ModelError(f"{source.name} is a GGUF file, which can't be split over {parallel.size} ranks")
         return load_gguf(
@@ -290,10 +287,15 @@ def load_model(
             cpu_weight_format=weight_format if device.type == "cpu" else "auto",
             max_len=config.max_model_len,
         )[1]
-    else:
-        _, model = load_hf_folder(source.path, dtype, device, config.max_model_len, parallel)
+    model: Model
     if weight_format == "int4":
-        quantize_model(model)
+        model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
+    else:
+        model = build_model(model_config, dtype, device, config.max_model_len, parallel)
+    if config.load_format == "dummy":
+        load_dummy(model, config.seed)
+    else:
+        load_folder_weights(model, source.path)
     return model
 
 

@@ -11,9 +11,20 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention.kv_cache import KVCache
 from engine.errors import ConfigError, ModelError
-from engine.layers.int4 import Int4Linear, dequantize, fits_int4, int4_available, quantize
+from engine.layers.int4 import (
+    DENSE_ABOVE,
+    Int4Weight,
+    dequantize,
+    effective_weight,
+    fits_int4,
+    int4_available,
+    load_codes,
+    quantize,
+    unpack_codes,
+)
+from engine.layers.linear import Linear
 from engine.loader import cpu_formats
-from engine.loader.cpu_formats import choose_cpu_format, load_gguf, quantize_model
+from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, load_gguf
 from tests.engine.checkpoint.gguf_samples import write_gguf
 from tests.support.attention import prefill_attention
 
@@ -35,11 +46,25 @@ def random_weight(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)) * 0.05
 
 
-def layer_of(parts: dict[str, int], inputs: int, **settings) -> Int4Linear:
-    settings = {"bias": False, "keep_dense": False} | settings
-    layer = Int4Linear(parts, inputs, **settings)
-    layer.load_codes(*random_codes(layer.outputs, inputs))
+def empty_layer(
+    parts: dict[str, int],
+    inputs: int,
+    bias: bool = False,
+    keep_dense: bool = False,
+    dense_above: int = DENSE_ABOVE,
+) -> Linear:
+    method = Int4Weight(keep_dense=keep_dense, dense_above=dense_above)
+    return Linear(parts, inputs, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"), method=method)
+
+
+def layer_of(parts: dict[str, int], inputs: int, **settings) -> Linear:
+    layer = empty_layer(parts, inputs, **settings)
+    load_codes(layer, *random_codes(layer.outputs, inputs))
     return layer
+
+
+def projections(model) -> list[Linear]:
+    return [part for layer in model.layers for part in layer.modules() if isinstance(part, Linear)]
 
 
 def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -54,8 +79,8 @@ def assert_is_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 40])
 def test_product_matches_the_dequantized_weight(rows: int, tokens: int) -> None:
     codes, scale, zero = random_codes(rows, 96)
-    layer = Int4Linear({"w": rows}, 96, bias=False, keep_dense=False)
-    layer.load_codes(codes, scale, zero)
+    layer = empty_layer({"w": rows}, 96)
+    load_codes(layer, codes, scale, zero)
     x = torch.randn(tokens, 96).bfloat16()
     assert_is_product(layer(x), x, dequantize(codes, scale.bfloat16(), zero.bfloat16()))
 
@@ -69,10 +94,10 @@ def test_bias_is_added() -> None:
 
 def test_codes_are_read_back_exactly() -> None:
     codes, scale, zero = random_codes(160, 64)
-    layer = Int4Linear({"w": 160}, 64, bias=False, keep_dense=False)
-    layer.load_codes(codes, scale, zero)
-    assert torch.equal(layer.codes(), codes)
-    assert torch.equal(layer.effective_weight(), dequantize(codes, scale.bfloat16(), zero.bfloat16()))
+    layer = empty_layer({"w": 160}, 64)
+    load_codes(layer, codes, scale, zero)
+    assert torch.equal(unpack_codes(layer), codes)
+    assert torch.equal(effective_weight(layer), dequantize(codes, scale.bfloat16(), zero.bfloat16()))
 
 
 def test_quantisation_error_is_at_most_half_a_step() -> None:
@@ -99,13 +124,13 @@ def test_writing_one_part_leaves_the_others_and_all_addresses(parts: tuple[int, 
     layer = layer_of(dict(zip(names, parts, strict=True)), 64, keep_dense=True)
     start, rows = sum(parts[: names.index(name)]), parts[names.index(name)]
     end = start + rows
-    before, dense_before = layer.effective_weight(), layer.weight.clone()
+    before, dense_before = effective_weight(layer), layer.weight.clone()
     addresses = [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)]
     update = random_weight(rows, 64, seed=5)
     slot = layer.slots("self_attn")[f"self_attn.{name}.weight"]
     assert slot.shape == (rows, 64)
     slot.write(update)
-    after = layer.effective_weight()
+    after = effective_weight(layer)
     assert [tensor.data_ptr() for tensor in (layer.packed, layer.scales, layer.weight)] == addresses
     assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
     assert torch.equal(after[start:end], dequantize(*quantize(update)))
@@ -125,14 +150,14 @@ def test_few_rows_use_int4_and_many_rows_the_dense_copy() -> None:
 def test_without_a_dense_copy_many_rows_use_int4() -> None:
     layer = layer_of({"w": 32}, 64, dense_above=4)
     x = torch.randn(70, 64).bfloat16()
-    assert_is_product(layer(x), x, layer.effective_weight())
+    assert_is_product(layer(x), x, effective_weight(layer))
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(24, 64), (32, 48), (8, 32)])
 def test_unsupported_shapes_are_rejected(rows: int, inputs: int) -> None:
     assert not fits_int4(rows, inputs)
     with pytest.raises(ModelError, match=f"{rows} x {inputs}.*bf16"):
-        Int4Linear({"w": rows}, inputs, bias=False, keep_dense=False)
+        empty_layer({"w": rows}, inputs)
 
 
 def hidden_of(model, token_ids: list[int]) -> torch.Tensor:
@@ -154,8 +179,7 @@ def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: st
     path = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
     exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
-    layers = [getattr(parent, attribute) for _, parent, attribute in int4.linears()]
-    assert [type(layer) for layer in layers] == [Int4Linear] * 8
+    assert [type(layer.method) for layer in projections(int4)] == [Int4Weight] * 8
     for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
         # the scales add one rounding to bf16's error; a wrong permutation or group would give about 1
         assert relative_distance(int4, exact, ids) < 2 * relative_distance(bf16, exact, ids) < 0.04
@@ -175,26 +199,34 @@ def test_4_bit_and_dense_models_have_the_same_weights_by_name(tmp_path: Path) ->
 def test_matrices_that_are_not_q4_1_stay_dense(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", matrices=Kind.Q8_0)
     model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1]
-    assert not any(isinstance(getattr(parent, attribute), Int4Linear) for _, parent, attribute in model.linears())
+    assert not any(isinstance(layer.method, Int4Weight) for layer in projections(model))
 
 
-def test_a_dense_model_can_be_quantised_in_place(tmp_path: Path) -> None:
+def quantised_copy(model, **options):
+    """Return a 4-bit model with the weights of a 16-bit one."""
+    quantised = build_int4_model(model.config, model.dtype, **options)
+    slots = quantised.weight_slots()
+    for name, weight in model.named_weights():
+        slots[name].write(weight)
+    return quantised
+
+
+def test_writing_dense_weights_quantises_them(tmp_path: Path) -> None:
     path = str(tmp_path / "m.gguf")
     write_gguf(tmp_path / "m.gguf", architecture="qwen2", tied=False)
-    exact, model = (load_gguf(path, cpu_weight_format="bf16")[1] for _ in range(2))
-    quantize_model(model)
+    exact = load_gguf(path, cpu_weight_format="bf16")[1]
+    model = quantised_copy(exact)
     ids = [5, 9, 44, 120, 7]
-    assert all(isinstance(getattr(parent, attribute), Int4Linear) for _, parent, attribute in model.linears())
+    assert all(isinstance(layer.method, Int4Weight) for layer in projections(model))
     assert 0.005 < relative_distance(model, exact, ids) < 0.3
     assert list(model.weight_slots()) == list(exact.weight_slots())
 
 
 def test_dense_copies_are_kept_only_on_demand(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
+    exact = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="bf16")[1]
     for keep in (True, False):
-        model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="bf16")[1]
-        quantize_model(model, keep_dense=keep)
-        assert (model.layers[0].mlp.down.weight is not None) == keep
+        assert (quantised_copy(exact, keep_dense=keep).layers[0].mlp.down.weight is not None) == keep
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -205,7 +237,7 @@ def test_the_head_of_a_4bit_model_is_stored_in_float32(tmp_path: Path, tied: boo
     write_gguf(tmp_path / "m.gguf", tied=tied)
     exact, model = (load_gguf(path, cpu_weight_format=form)[1] for form in ("bf16", "bf16" if quantises else "int4"))
     if quantises:
-        quantize_model(model)
+        model = quantised_copy(model)
     ids, hidden = torch.tensor([5, 9, 44]), random_weight(3, model.config.hidden_size).bfloat16()
     assert model.lm_head.weight.dtype == torch.float32
     assert model.embed(ids).dtype == torch.bfloat16 and torch.equal(model.embed(ids), exact.embed(ids))

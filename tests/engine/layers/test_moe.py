@@ -20,8 +20,8 @@ def make_layer(device: str, dtype: torch.dtype = torch.float32, normalize: bool 
     layer = MoE(experts, TOP_K, HIDDEN, WIDTH, normalize=normalize, dtype=dtype, device=torch.device(device))
     with torch.no_grad():
         layer.router.weight.normal_(0.0, 1.0)
-        layer.experts.gate_up.normal_(0.0, 2 / HIDDEN**0.5)
-        layer.experts.down.normal_(0.0, 2 / WIDTH**0.5)
+        layer.experts.gate_up.weight.normal_(0.0, 2 / HIDDEN**0.5)
+        layer.experts.down.weight.normal_(0.0, 2 / WIDTH**0.5)
     return layer
 
 
@@ -94,7 +94,7 @@ def test_a_replay_follows_rows_padding_and_weights(device: str) -> None:
         assert torch.equal(run(x=x, valid=valid), expected)
         assert torch.equal(expected.any(dim=1), valid)
         with torch.no_grad():
-            layer.experts.down.mul_(-1.25)
+            layer.experts.down.weight.mul_(-1.25)
     assert sum(cache.stats.replays.values()) == 6
     assert not cache.stats.fallbacks
 
@@ -109,8 +109,8 @@ def test_slots_write_each_experts_rows_of_the_stacked_storage() -> None:
     names = list(slots)
     for index in range(EXPERTS):
         parts = [names.index(f"mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
-        assert layer.experts.gate_up[index, :, 0].tolist() == [parts[0]] * WIDTH + [parts[1]] * WIDTH
-        assert set(layer.experts.down[index].flatten().tolist()) == {parts[2]}
+        assert layer.experts.gate_up.weight[index, :, 0].tolist() == [parts[0]] * WIDTH + [parts[1]] * WIDTH
+        assert set(layer.experts.down.weight[index].flatten().tolist()) == {parts[2]}
     assert set(layer.router.weight.flatten().tolist()) == {names.index("mlp.gate.weight")}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from engine.attention.kv_cache import KVCache
 from engine.errors import ModelError
 from engine.layers import HeadNorm, RMSNorm
+from engine.layers.weight_method import PLAIN, PlainWeight, plain_weights
 from engine.loader.weights import load_dummy, load_hf_folder
 from engine.models import Decoder, build_model, config_from_dict
 from engine.models.interface import ForwardContext
@@ -286,26 +288,26 @@ def test_a_tied_head_shares_the_embedding_storage() -> None:
     assert "lm_head.weight" in untied.weight_slots()
 
 
-def test_linears_can_be_replaced_in_place() -> None:
-    model = tiny()
+def test_every_linear_layer_takes_the_method_that_is_chosen_for_it() -> None:
+    class Doubled(PlainWeight):
+        def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return 2 * super().apply(layer, x, bias)
 
-    class Doubled(torch.nn.Module):
-        def __init__(self, inner: torch.nn.Module):
-            super().__init__()
-            self.inner = inner
+    asked: dict[str, tuple[dict[str, int], int]] = {}
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.inner(x)
+    def choose(prefix: str, parts: Mapping[str, int], inputs: int) -> PlainWeight:
+        asked[f"{prefix}.{next(iter(parts))}"] = dict(parts), inputs
+        return Doubled() if prefix == "model.layers.1.mlp" else PLAIN
 
-    x = torch.randn(3, 32)
-    before = model.layers[1].mlp.down(torch.ones(1, 48)).clone()
-    names = [name for name, _, _ in model.linears()]
-    assert names[:4] == ["layers.0.attn.qkv", "layers.0.attn.o", "layers.0.mlp.gate_up", "layers.0.mlp.down"]
-    assert len(names) == 8 and [name for name, _, _ in model.linears(include_head=True)][-1] == "lm_head"
-    for _, parent, attribute in list(model.linears()):
-        setattr(parent, attribute, Doubled(getattr(parent, attribute)))
-    assert torch.equal(model.layers[1].mlp.down(torch.ones(1, 48)), 2 * before)
-    assert torch.isfinite(model.layers[0].mlp(x)).all()
+    config = tiny().config
+    plain, model = (build_model(config, torch.float32, "cpu", methods=methods) for methods in (plain_weights, choose))
+    for one in (plain, model):
+        load_dummy(one)
+    assert asked["model.layers.0.self_attn.q_proj"] == ({"q_proj": 64, "k_proj": 32, "v_proj": 32}, 32)
+    assert len(asked) == 8 and asked["model.layers.1.mlp.down_proj"] == ({"down_proj": 32}, 48)
+    x = torch.randn(3, 48)
+    assert torch.equal(model.layers[1].mlp.down(x), 2 * plain.layers[1].mlp.down(x))
+    assert torch.equal(model.layers[0].mlp.down(x), plain.layers[0].mlp.down(x))
 
 
 def test_a_sliding_window_bounds_the_length() -> None:

@@ -12,6 +12,7 @@ from engine.attention.kv_cache import KVCache
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.moe import MoE
+from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import load_dummy, load_hf_folder, load_weights, stage_update
 from engine.megatron.config import transformer_config_values
 from engine.models import Decoder, build_model, config_from_dict, supported_architectures
@@ -167,8 +168,8 @@ def test_both_layouts_of_a_checkpoint_load(per_expert: bool, tmp_path: Path) -> 
     expected = reference.state_dict()
     for index in (0, 1, 3):
         mlp = model.layers[index].mlp
-        assert torch.equal(mlp.experts.gate_up, expected[f"model.layers.{index}.mlp.experts.gate_up_proj"])
-        assert torch.equal(mlp.experts.down, expected[f"model.layers.{index}.mlp.experts.down_proj"])
+        assert torch.equal(mlp.experts.gate_up.weight, expected[f"model.layers.{index}.mlp.experts.gate_up_proj"])
+        assert torch.equal(mlp.experts.down.weight, expected[f"model.layers.{index}.mlp.experts.down_proj"])
         assert torch.equal(mlp.router.weight, expected[f"model.layers.{index}.mlp.gate.weight"])
     exported = weights_of(model)
     assert len(exported) == 2 + 1 + 4 * 8 + 3 * (1 + 8 * 3) + 3
@@ -196,17 +197,18 @@ def test_missing_and_misshapen_experts_are_reported(tmp_path: Path) -> None:
 def test_updates_are_in_place_and_all_or_nothing_in_both_layouts() -> None:
     model = make_model()
     experts = model.layers[0].mlp.experts
-    addresses, before = (experts.gate_up.data_ptr(), experts.down.data_ptr()), experts.gate_up.clone()
+    addresses = experts.gate_up.weight.data_ptr(), experts.down.weight.data_ptr()
+    before = experts.gate_up.weight.clone()
     prefix = "model.layers.0.mlp.experts"
     bad = {f"{prefix}.3.gate_proj.weight": torch.ones(24, 48), f"{prefix}.3.up_proj.weight": torch.ones(48, 24)}
     with pytest.raises(WeightUpdateError, match=r"3.up_proj.weight has shape \[48, 24\], expected \[24, 48\]"):
         stage_update(model.weight_slots(), model.split_stacked(bad.items()))
-    assert torch.equal(experts.gate_up, before)
+    assert torch.equal(experts.gate_up.weight, before)
     good = {f"{prefix}.3.gate_proj.weight": torch.ones(24, 48), f"{prefix}.down_proj": torch.full((8, 48, 24), 2.0)}
     assert stage_update(model.weight_slots(), model.split_stacked(good.items())) == 1 + 8
     before[3, :24] = 1.0
-    assert torch.equal(experts.gate_up, before) and bool((experts.down == 2.0).all())
-    assert (experts.gate_up.data_ptr(), experts.down.data_ptr()) == addresses
+    assert torch.equal(experts.gate_up.weight, before) and bool((experts.down.weight == 2.0).all())
+    assert (experts.gate_up.weight.data_ptr(), experts.down.weight.data_ptr()) == addresses
     with pytest.raises(WeightUpdateError, match="item 0 is int"):
         stage_update(model.weight_slots(), model.split_stacked([3]))
 
@@ -215,16 +217,16 @@ def test_dummy_weights_fill_every_expert() -> None:
     one, same, other = make_model(1), make_model(1), make_model(2)
     for index, layer in enumerate(one.layers):
         for name in ("gate_up", "down"):
-            found = getattr(layer.mlp.experts, name)
+            found = getattr(layer.mlp.experts, name).weight
             assert 0.015 < float(found.std(dim=(1, 2)).min()) and float(found.std(dim=(1, 2)).max()) < 0.025
-            assert torch.equal(found, getattr(same.layers[index].mlp.experts, name))
-            assert not torch.equal(found, getattr(other.layers[index].mlp.experts, name))
+            assert torch.equal(found, getattr(same.layers[index].mlp.experts, name).weight)
+            assert not torch.equal(found, getattr(other.layers[index].mlp.experts, name).weight)
 
 
 def test_formats_without_experts_are_refused() -> None:
     model = make_model()
-    with pytest.raises(ModelError, match="can't be quantised"):
-        model.linears()
+    with pytest.raises(ModelError, match="can't be quantised: its experts"):
+        build_int4_model(model.config, torch.bfloat16)
     with pytest.raises(ModelError, match="can't be split, found tensor_parallel_size=2"):
         build_model(model.config, torch.float32, "meta", parallel=TensorParallel(0, 2))
     with pytest.raises(

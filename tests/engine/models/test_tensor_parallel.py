@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
-from engine.loader.cpu_formats import quantize_model
+from engine.layers.int4 import Int4Weight, int4_available
+from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import iterate_safetensors, load_dummy, load_hf_folder, load_weights, stage_update
 from engine.models import Decoder, build_model, config_from_dict
 from tests.support.gloo_ranks import run_ranks
@@ -205,9 +206,22 @@ def test_a_model_that_cannot_be_split_names_every_size(columns, advice) -> None:
         empty_model("llama", TensorParallel(0, 2), **changes)
 
 
-def test_a_shard_cannot_be_quantised() -> None:
-    with pytest.raises(ModelError, match="int4 weights can't be split"):
-        quantize_model(empty_model("llama", TensorParallel(0, 2)))
+@pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
+def test_ranks_store_their_parts_of_the_quantised_model() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = empty_model("llama", intermediate_size=128, **sizes).config
+    whole, *parts = (
+        build_int4_model(config, torch.bfloat16, parallel=parallel)
+        for parallel in (SINGLE_RANK, TensorParallel(0, 2), TensorParallel(1, 2))
+    )
+    for model in (whole, *parts):
+        load_dummy(model, seed=3)
+    for name, slot in whole.weight_slots().items():
+        pieces = [part.weight_slots()[name] for part in parts]
+        assert all(piece.shape == slot.shape for piece in pieces)
+        assert all(torch.equal(piece.read(), piece.part_of(slot.read())) for piece in pieces), name
+    layers = [layer for part in parts for layer in part.modules() if hasattr(layer, "method")]
+    assert sum(isinstance(layer.method, Int4Weight) for layer in layers) == 2 * 4 * config.num_layers
 
 
 def test_the_fused_kernels_see_the_shard() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from engine.errors import ModelError
 from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
-from engine.layers.int4 import dequantize, int4_available
-from engine.loader.cpu_formats import quantize_model
+from engine.layers.int4 import dequantize, effective_weight, int4_available, unpack_codes
+from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import load_dummy
 from engine.models import Decoder, build_model, config_from_dict
 from engine.models.decoder_tensors import require_formats
@@ -43,14 +43,14 @@ def test_a_plain_weight_is_the_parameter_itself(dtype: torch.dtype, name: str) -
 
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
 def test_a_quantised_weight_is_refused_by_layer_and_format() -> None:
-    model = make_model(torch.bfloat16)
+    model = build_int4_model(make_model(torch.bfloat16).config, torch.bfloat16)
+    load_dummy(model)
     head = model.tensors().head
-    quantize_model(model)
     layer, storage = model.tensors().layer(0), model.layers[0].attn.qkv
-    assert layer.qkv.format == "int4" and head.format == "bf16"
+    assert layer.qkv.format == "int4" and head.format == "fp32"
     assert layer.qkv.weight is storage.packed and layer.qkv.scale is storage.scales
     scale, zero = layer.qkv.scale.unbind(-1)
-    assert torch.equal(dequantize(storage.codes(), scale.T, zero.T), storage.effective_weight())
+    assert torch.equal(dequantize(unpack_codes(storage), scale.T, zero.T), effective_weight(storage))
     assert {"qkv", "qkv.scale", "q_norm"} <= dict(layer.named_tensors()).keys()
     with pytest.raises(ModelError, match="qkv of layer 0 stores its weight in format 'int4'; .* fp32, bf16, fp16"):
         require_formats(model.tensors(), PLAIN)
