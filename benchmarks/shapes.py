@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -90,6 +92,48 @@ SHAPES = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-7b": _QWEN3
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 10240,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+        "dtype": "bfloat16",
+    },
     "smollm2-135m": _LLAMA
     | {
         "hidden_size": 576,
@@ -123,9 +167,31 @@ SHAPES = {
 }
 
 
-def write_shape(name: str, root: str | Path) -> str:
+def shape_config(shape: str) -> dict[str, Any]:
+    """Return the config.json of a shape: a name in SHAPES, or the path of a config.json or of its folder.
+
+    Raises ValueError for any other text.
+    """
+    if shape in SHAPES:
+        return SHAPES[shape]
+    path = Path(shape) / "config.json" if Path(shape).is_dir() else Path(shape)
+    if not path.is_file():
+        raise ValueError(f"{shape!r} is neither a shape ({', '.join(SHAPES)}) nor a config.json")
+    return json.loads(path.read_text("utf-8"))
+
+
+def shape(text: str) -> str:
+    """Check a `--shape`, for argparse."""
+    try:
+        shape_config(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text if text in SHAPES else str(Path(text).resolve())
+
+
+def write_shape(shape: str, root: str | Path) -> str:
     """Write the folder of a shape under `root` and return its path."""
-    folder = Path(root) / name
+    folder = Path(root) / (shape if shape in SHAPES else "shape")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    (folder / "config.json").write_text(json.dumps(shape_config(shape), indent=1))
     return str(folder)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import harness
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, shape_config
 from benchmarks.timing import copy_bandwidth, graph_us
 from engine.kernels.launch import next_power_of_2
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 def cases(shape: str) -> list[Case]:
     """Return the linear layers of a model shape, each with the norm, gate, sum or argmax that its kernel includes."""
-    config = SHAPES[shape]
+    config = shape_config(shape)
     hidden, middle, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     return [

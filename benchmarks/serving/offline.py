@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape, shape_config, write_shape
 
 if TYPE_CHECKING:
     from engine import EngineConfig
@@ -51,7 +51,7 @@ def encore_config(folder: str, args: argparse.Namespace) -> EngineConfig:
         **{
             "model": folder,
             "load_format": "dummy",
-            "max_model_len": min(args.context, SHAPES[args.shape]["max_position_embeddings"]),
+            "max_model_len": min(args.context, shape_config(args.shape)["max_position_embeddings"]),
             "warmup": "full",
             "graph_manifest": "none",
             "enable_prefix_caching": False,
@@ -155,7 +155,7 @@ ENGINES: dict[str, Callable[..., Run]] = {"encore": encore, "sglang": sglang, "v
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All phases of one engine, in this process."""
     folder = write_shape(args.shape, tempfile.mkdtemp())
-    vocab, rng = SHAPES[args.shape]["vocab_size"], random.Random(0)
+    vocab, rng = shape_config(args.shape)["vocab_size"], random.Random(0)
     prompts = lambda lengths: [[rng.randrange(100, vocab - 100) for _ in range(n)] for n in lengths]  # noqa: E731
     found: dict[str, Any] = {"engine": name, "shape": args.shape}
     started = time.perf_counter()
@@ -259,7 +259,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def add_engine_arguments(parser: argparse.ArgumentParser, engines: Collection[str], context: int) -> None:
     """Add the arguments that choose the engines, which are among `engines`, and say how to start them."""
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", type=shape, default="tiny")
     parser.add_argument("--engines", type=harness.names(engines), default=["encore"])
     parser.add_argument("--rounds", type=harness.count, default=1)
     parser.add_argument("--context", type=harness.count, default=context, help="max_model_len")

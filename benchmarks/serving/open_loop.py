@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import harness
 from benchmarks.serving.offline import add_engine_arguments, child, encore_config, sglang_engine
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape_config, write_shape
 
 NEEDS = "CPU or 1 GPU"
 LONG_OUTPUT = 16
@@ -133,7 +133,7 @@ async def sglang_loads(engine: Any, run: Callable[[Stream], Any]) -> None:
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All loads of one engine, in this process."""
-    folder, vocab = write_shape(args.shape, tempfile.mkdtemp()), SHAPES[args.shape]["vocab_size"]
+    folder, vocab = write_shape(args.shape, tempfile.mkdtemp()), shape_config(args.shape)["vocab_size"]
     found: dict[str, Any] = {"engine": name, "shape": args.shape, "rate": args.rate, "loads": []}
 
     async def run(stream: Stream) -> None:

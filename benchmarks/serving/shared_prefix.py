@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.serving.offline import Run, add_engine_arguments, encore, run_in_turns, sglang
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape_config, write_shape
 
 NEEDS = "CPU or 1 GPU"
 
@@ -44,7 +44,7 @@ CACHED = {"encore": {"enable_prefix_caching": True}, "sglang": {"disable_radix_c
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All figures of one engine, in this process."""
-    vocab, rng = SHAPES[args.shape]["vocab_size"], random.Random(0)
+    vocab, rng = shape_config(args.shape)["vocab_size"], random.Random(0)
     args.settings = CACHED.get(name, CACHED["encore"]) | args.settings
     found: dict[str, Any] = {"engine": name, "shape": args.shape}
     run = ENGINES[name](write_shape(args.shape, tempfile.mkdtemp()), args, found)

@@ -97,10 +97,11 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> int:
     from benchmarks import harness
+    from benchmarks.shapes import shape
 
     parser = harness.parser("benchmarks.serving.trees", __doc__)
     parser.add_argument("--tree", type=tree, action="append", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--shape", type=shape, default="qwen3-0.6b")
     parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
     parser.add_argument("--repeats", type=harness.count, default=3)
     parser.add_argument("--rounds", type=harness.count, default=2)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape, write_shape
 from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
@@ -163,7 +163,7 @@ def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, fl
 
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--shape", type=shape, default="qwen3-0.6b")
     parser.add_argument("--batches", type=harness.counts, default=[1, 8, 32, 128, 256])
     parser.add_argument("--context", type=harness.count, default=608)
     parser.add_argument("--repeats", type=harness.count, default=9)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape, shape_config, write_shape
 from benchmarks.timing import synchronize, wall_ms
 from engine.config import EngineConfig
 from engine.core.builder import build_loop
@@ -165,7 +165,7 @@ def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
 
 def measure(report: harness.Report, folder: str, shape: str, seqs: int, repeats: int) -> dict[str, Any]:
     """Add a row per batch size to the report and return the figures that belong to no batch size."""
-    vocab = SHAPES[shape]["vocab_size"]
+    vocab = shape_config(shape)["vocab_size"]
     found: dict[str, Any] = {}
     loop = build(folder, "block", seqs)
     started = time.perf_counter()
@@ -207,7 +207,7 @@ def measure(report: harness.Report, folder: str, shape: str, seqs: int, repeats:
 
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", type=shape, default="tiny")
     parser.add_argument("--max-num-seqs", type=harness.count, default=256)
     parser.add_argument("--repeats", type=harness.count, default=50)
     args = parser.parse_args(argv)

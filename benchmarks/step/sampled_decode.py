@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import shape, shape_config, write_shape
 from benchmarks.vocabulary import write_tokenizer
 
 NEEDS = "CPU or 1 GPU"
@@ -70,7 +70,7 @@ CONSTRAINED = {"schema", "bounded_schema", "one_schema", "sampled_schema"}
 
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--shape", type=shape, default="qwen3-0.6b")
     parser.add_argument("--batches", type=harness.counts, default=[1, 64, 192])
     parser.add_argument("--outputs", type=harness.counts, default=[32, 288], help="shorter and longer output length")
     parser.add_argument("--rounds", type=harness.count, default=5)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as root:
         folder = write_shape(args.shape, root)
         if CONSTRAINED & set(args.ways):
-            write_tokenizer(folder, SHAPES[args.shape]["vocab_size"])
+            write_tokenizer(folder, shape_config(args.shape)["vocab_size"])
         engine = Engine(
             EngineConfig(
                 model=folder,
