@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checkpoint.default_model import default_gguf
+from engine.checkpoint.regular_files import require_regular_file
 from engine.config import DEFAULT_MODEL
 from engine.errors import ModelError
 
@@ -51,6 +52,8 @@ def resolve_model(name: str) -> ModelSource:
         if path.lower().endswith(".gguf"):
             return ModelSource(path, "gguf", Path(path).stem)
         raise ModelError(f"{name} is a file, but not a .gguf file; {_ACCEPTED_NAMES}")
+    if os.path.exists(path):
+        require_regular_file(path)  # neither a folder nor a file: says what it is
     if os.path.isabs(path) or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
         raise ModelError(f"no such file or folder: {name}; {_ACCEPTED_NAMES}")
     if not _HUB_NAME.fullmatch(name):
@@ -59,7 +62,9 @@ def resolve_model(name: str) -> ModelSource:
 
 
 def _require_config(path: str) -> str:
-    if not os.path.isfile(os.path.join(path, "config.json")):
+    config = os.path.join(path, "config.json")
+    require_regular_file(config)
+    if not os.path.exists(config):
         ggufs = sorted(entry for entry in os.listdir(path) if entry.lower().endswith(".gguf"))
         hint = f"; for a GGUF file, give its path: {os.path.join(path, ggufs[0])}" if ggufs else f"; {_ACCEPTED_NAMES}"
         raise ModelError(f"{path} has no config.json{hint}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.checkpoint.regular_files import require_regular_file
+from engine.checkpoint.regular_files import read_limited_text
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -135,9 +135,8 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from `path`. Raises ModelError if it can't be read or is not an object."""
-    require_regular_file(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_limited_text(path))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; a model folder needs it (was the download complete?)") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ deferred until the first chat or Hugging Face folder.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,14 @@ from engine.checkpoint.source import ModelSource, resolve_model
 from engine.errors import ModelError, RequestError
 from engine.text import request_template, tokenizer_config
 from engine.text.conversation import Conversation, reads
+from engine.text.folder_tokenizer import (
+    NAMED_TOKENS,
+    PIPELINE,
+    json_object,
+    load_folder,
+    read_config,
+    require_readable_folder,
+)
 from engine.text.parsing.selection import MARKERS
 from graph_cache.garbage import no_garbage_collections
 
@@ -55,15 +64,19 @@ class Tokenizer:
         eos_token: str | None = None,
         chat_template: str | Mapping[str, str] | None = None,
         chat: Any = None,
+        special_tokens: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         self.backend = backend
         self.name = name
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._special = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special = {"bos_token": bos_token, "eos_token": eos_token} | dict(special_tokens or {})
+        self._settings = dict(settings or {})
         self._chat_template = chat_template
         self._marker_ids: frozenset[int] | None = None
         self._special_ids: frozenset[int] | None = None
-        self._chat = chat  # a transformers tokenizer; for GGUF files, created for the first chat
+        self._rewritten = _rewritten_tokens(backend)
+        self._chat = chat  # a transformers tokenizer; None: created for the first chat
         self._chat_lock = threading.Lock()
 
     @classmethod
@@ -128,13 +141,24 @@ class Tokenizer:
         Raises RequestError for values that can't be ids.
         """
         ids = list(ids)
-        if skip_special_tokens and shown and any(index in shown for index in ids):
-            ids = [index for index in ids if index in shown or index not in self._skipped_ids()]
-            skip_special_tokens = False
         try:
+            rewritten = bool(self._rewritten) and any(index in self._rewritten for index in ids)
+            if skip_special_tokens and (rewritten or shown and any(index in shown for index in ids)):
+                ids = [index for index in ids if index in shown or index not in self._skipped_ids()]
+                skip_special_tokens = False
+            if rewritten:
+                return self._decode_around(ids)
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"can't decode token ids: {error}", param="input_ids") from error
+
+    def _decode_around(self, ids: Sequence[int]) -> str:
+        """Return the text of ids: the content of tokens in `_rewritten`, and the decode of what is between them."""
+        parts: list[str] = []
+        for rewritten, group in itertools.groupby(ids, self._rewritten.__contains__):
+            run = list(group)
+            parts += map(self._rewritten.__getitem__, run) if rewritten else [self.backend.decode(run, False)]
+        return "".join(parts)
 
     def _skipped_ids(self) -> frozenset[int]:
         if self._special_ids is None:
@@ -193,6 +217,7 @@ class Tokenizer:
         try:
             return self.prepare_chat().apply_chat_template(
                 list(conversation.messages) if takes_tools else conversation.as_text(),
+                chat_template=template,
                 tokenize=False,
                 continue_final_message=conversation.continue_final_message,
                 **options,
@@ -230,9 +255,15 @@ class Tokenizer:
                 from transformers import PreTrainedTokenizerFast
 
                 special = {key: value for key, value in self._special.items() if value is not None}
-                self._chat = PreTrainedTokenizerFast(
-                    tokenizer_object=self.backend, chat_template=self._chat_template, **special
-                )
+                named = {key: special.pop(key) for key in list(special) if key not in NAMED_TOKENS}
+                more = {"model_specific_special_tokens": named} if named else {}
+                # It renders text only: an empty tokenizer saves the copy that it would make of the vocabulary.
+                chat = PreTrainedTokenizerFast(
+                    tokenizer_object=tokenizers.Tokenizer(models.BPE()), chat_template=self._chat_template,
+                    **special, **more, **self._settings,
+                )  # fmt: skip
+                chat._tokenizer = self.backend  # noqa: SLF001 - there is no public way to share it
+                self._chat = chat
             return self._chat
 
 
@@ -313,22 +344,71 @@ def _special_token(metadata: dict[str, Any], tokens: list[str], key: str) -> str
     return tokens[index]
 
 
-def _from_folder(source: ModelSource) -> Tokenizer:
-    if not any(os.path.exists(os.path.join(source.path, name)) for name in _TOKENIZER_FILES):
-        raise NoTokenizer(f"{source.path} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_HINT}")
-    with no_garbage_collections():
-        # From the full module path: `from transformers import …` fails while another thread is importing transformers.
-        from transformers.models.auto.tokenization_auto import AutoTokenizer
+def _rewritten_tokens(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """Return the added tokens, by id, whose content the backend's decoder takes for other bytes.
 
+    A byte-level decoder reads each character of its alphabet as a byte: "čem" as "\rem". Other decoders have
+    added tokens on purpose that stand for other text: Gemma's "▁▁" is two spaces.
+    """
+    if backend.decoder is None:
+        return {}
+    state = json.loads(backend.decoder.__getstate__())
+    kinds = {part["type"] for part in state.get("decoders", [state])}
+    if not {"ByteLevel"} <= kinds <= {"ByteLevel", "Fuse"}:
+        return {}
+    added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
+    return {index: text for index, text in added.items() if backend.decoder.decode([text]) != text}
+
+
+def _from_folder(source: ModelSource) -> Tokenizer:
+    folder = source.path
+    if not any(os.path.exists(os.path.join(folder, name)) for name in _TOKENIZER_FILES):
+        raise NoTokenizer(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_IDS_HINT}")
+    with no_garbage_collections():
         try:
-            config = _plain_config(source.path)
-            tokenizer = AutoTokenizer.from_pretrained(source.path, config=config, local_files_only=True)
-        except Exception as error:  # transformers doesn't wrap JSON errors or the bare Exceptions of tokenizers
-            raise ModelError(f"{source.path}: the tokenizer can't be loaded: {error}") from error
+            if not os.path.exists(os.path.join(folder, PIPELINE)):
+                return _from_vocabulary(source)
+            found = load_folder(folder)
+        except ModelError:
+            raise
+        except Exception as error:  # JSON errors, and bare Exceptions of the tokenizers library
+            raise ModelError(f"{folder}: the tokenizer can't be loaded: {error}") from error
+    eos = found.special_tokens.get("eos_token")
+    return Tokenizer(
+        found.backend,
+        name=source.name,
+        eos_token_ids=[
+            index
+            for index in (None if eos is None else found.backend.token_to_id(eos), *_generation_eos(folder))
+            if index is not None
+        ],
+        chat_template=found.chat_template,
+        special_tokens=found.special_tokens,
+        settings=found.settings,
+    )
+
+
+def _from_vocabulary(source: ModelSource) -> Tokenizer:
+    """Load the tokenizer of a folder without tokenizer.json: transformers builds the pipeline from its class."""
+    folder = source.path
+    require_readable_folder(folder)
+    read_config(folder)  # checks the numbers of added tokens
+    settings = json_object(folder, "tokenizer_config.json")
+    if "auto_map" in settings:
+        raise NoTokenizer(
+            f"{folder}: tokenizer_config.json names code (auto_map), which is never run: add a tokenizer.json; "
+            f"{_IDS_HINT}"
+        )
+    # From the full module path: `from transformers import …` fails while another thread is importing transformers.
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, config=_plain_config(folder, settings), local_files_only=True, trust_remote_code=False
+    )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise NoTokenizer(f"{source.path}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_HINT}")
-    eos = [tokenizer.eos_token_id, *_generation_eos(source.path)]
+        raise NoTokenizer(f"{folder}: {type(tokenizer).__name__} has no fast form (tokenizer.json); {_IDS_HINT}")
+    eos = [tokenizer.eos_token_id, *_generation_eos(folder)]
     return Tokenizer(
         backend,
         name=source.name,
@@ -340,7 +420,7 @@ def _from_folder(source: ModelSource) -> Tokenizer:
     )
 
 
-def _plain_config(folder: str) -> Any:
+def _plain_config(folder: str, tokenizer_settings: Mapping[str, Any]) -> Any:
     """Return the model's configuration as AutoTokenizer reads it if tokenizer_config.json names the tokenizer's class.
 
     AutoTokenizer then needs only names from it. The configuration's own class would import PyTorch's distributed
@@ -348,9 +428,9 @@ def _plain_config(folder: str) -> Any:
     """
     from transformers.configuration_utils import PreTrainedConfig
 
-    settings, tokenizer_settings = _json_object(folder, "config.json"), _json_object(folder, "tokenizer_config.json")
-    if not isinstance(tokenizer_settings.get("tokenizer_class"), str) or "auto_map" in tokenizer_settings:
+    if not isinstance(tokenizer_settings.get("tokenizer_class"), str):
         return None
+    settings = json_object(folder, "config.json")
     config = PreTrainedConfig()
     config.name_or_path = folder
     for name in ("model_type", "model_name", "tokenizer_class"):
@@ -359,25 +439,11 @@ def _plain_config(folder: str) -> Any:
     return config
 
 
-def _json_object(folder: str, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if there is no such file or it holds something else."""
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as file:
-            found = json.load(file)
-    except FileNotFoundError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _generation_eos(folder: str) -> list[int]:
     """Return the end-of-text ids of generation_config.json, where chat models list their end-of-turn ids."""
-    path = os.path.join(folder, "generation_config.json")
-    if not os.path.exists(path):
-        return []
     try:
-        with open(path, encoding="utf-8") as file:
-            eos = json.load(file).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        eos = json_object(folder, "generation_config.json").get("eos_token_id")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {os.path.join(folder, 'generation_config.json')}: {error}") from error
     ids = eos if isinstance(eos, list) else [eos]
     return [index for index in ids if isinstance(index, int)]

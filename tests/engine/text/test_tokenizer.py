@@ -173,39 +173,14 @@ def test_a_folder_gives_what_transformers_gives(tiny_model: Path) -> None:
     assert found.eos_token_ids == (reference.eos_token_id,)
 
 
-CLASSES = ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer",
-           "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "UnknownTokenizer", None]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "gpt_neox", "deepseek_v3", "unknown", None])
-def test_a_folder_gets_the_class_that_transformers_chooses(
-    tiny_model: Path, tmp_path: Path, name: str | None, model_type: str | None
-) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    for file, key, value in (
-        ("config.json", "model_type", model_type),
-        ("tokenizer_config.json", "tokenizer_class", name),
-    ):
-        content = json.loads((folder / file).read_text()) | {key: value}
-        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    try:
-        wanted = AutoTokenizer.from_pretrained(folder)
-    except Exception:
-        with pytest.raises(ModelError, match="can't be loaded"):
-            Tokenizer.load(str(folder))
-        return
-    found = Tokenizer.load(str(folder))
-    assert type(found.prepare_chat()) is type(wanted)
-    assert found.backend.to_str() == wanted.backend_tokenizer.to_str()
-    assert found.eos_token_ids == (wanted.eos_token_id,)
-
-
-def test_a_folder_that_names_its_tokenizer_is_loaded_without_distributed_tensors(tiny_model: Path) -> None:
-    """Importing them takes a second, in the server's process and in the engine's."""
-    script = "import sys; from engine.text.tokenizer import Tokenizer; Tokenizer.load(sys.argv[1]); "
-    script += "print([name for name in sys.modules if name.startswith('torch.distributed.tensor')])"
-    ran = subprocess.run([sys.executable, "-c", script, tiny_model], capture_output=True, text=True, check=True)
+def test_neither_a_gguf_file_nor_a_folder_imports_transformers_at_start(tiny_model: Path, tmp_path: Path) -> None:
+    """The import takes a second, in the server's process and in the engine's."""
+    load_gguf_tokenizer(tmp_path)
+    script = "import sys; from engine.text.tokenizer import Tokenizer; "
+    script += "[Tokenizer.load(model) for model in sys.argv[1:]]; "
+    script += "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers')])"
+    models = [tiny_model, tmp_path / "t.gguf"]
+    ran = subprocess.run([sys.executable, "-c", script, *models], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
 
 
