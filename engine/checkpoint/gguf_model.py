@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
-from engine.checkpoint.gguf_file import Q4_1, GGUFFile
+from engine.checkpoint.gguf_file import END_TOKENS, Q4_1, GGUFFile
+from engine.checkpoint.gguf_keys import ArchitectureKeys
+from engine.checkpoint.gguf_rope import rope_scaling
 from engine.errors import ModelError
 
 SUPPORTED_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -54,27 +55,17 @@ class GGUFModel:
                 f"files: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
         self.architecture = architecture
+        self._keys = ArchitectureKeys(file.metadata, architecture, file.path)
         self.config = self._read_config()
         self._sources = {self._hf_name(name): name for name in file.tensors}
         self._check_shapes()
 
-    def _number(self, key: str, number_type: type = int, default: Any = None) -> Any:
-        name = f"{self.architecture}.{key}"
-        value = self.file.metadata.get(name, default)
-        if value is None:
-            raise ModelError(f"{self.file.path}: metadata has no {name!r}")
-        accepted = (int, float) if number_type is float else (int,)
-        if isinstance(value, bool) or not isinstance(value, accepted) or not 0 < value < 2**31:
-            found = repr(value) if not isinstance(value, list) else "a list"
-            raise ModelError(f"{self.file.path}: {name} is {found}; it must be a positive {number_type.__name__}")
-        # Floats are stored in single precision; the shortest decimal restores the original value (1e-05).
-        return float(str(np.float32(value))) if number_type is float else value
-
     def _read_config(self) -> dict[str, Any]:
         metadata, tensors = self.file.metadata, self.file.tensors
-        hidden, heads = self._number("embedding_length"), self._number("attention.head_count")
-        head_dim = self._number("attention.key_length", default=hidden // heads or None)
-        layers = self._number("block_count")
+        keys = self._keys
+        hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+        head_dim = keys.whole("attention.key_length", default=hidden // heads or None)
+        layers = keys.whole("block_count")
         self._reject_unsupported(head_dim, layers)
         vocab_size, width = (self.file.info("token_embd.weight").shape + (0,))[:2]
         if width != hidden:
@@ -87,11 +78,8 @@ class GGUFModel:
                 f"{self.file.path}: the tokenizer has {len(tokens)} tokens, but token_embd.weight only "
                 f"{vocab_size} rows"
             )
-        eos = [
-            metadata[key]
-            for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-            if isinstance(metadata.get(key), int)
-        ]
+        eos = [metadata[key] for key in END_TOKENS if isinstance(metadata.get(key), int)]
+        context_length, theta = keys.whole("context_length"), keys.number("rope.freq_base", default=10000.0)
         config = {
             "architectures": [SUPPORTED_ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
@@ -99,34 +87,36 @@ class GGUFModel:
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": self._number("attention.head_count_kv", default=heads),
+            "num_key_value_heads": keys.whole("attention.head_count_kv", default=heads),
             "head_dim": head_dim,
-            "intermediate_size": self._number("feed_forward_length"),
+            "intermediate_size": keys.whole("feed_forward_length"),
             "hidden_act": "silu",
-            "max_position_embeddings": self._number("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", float),
-            "rope_theta": self._number("rope.freq_base", float, default=10000.0),
+            "max_position_embeddings": context_length,
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": theta,
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(dict.fromkeys(eos)) or None,
         }
-        scaling = metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if scaling != "none":
-            config["rope_scaling"] = {
-                "rope_type": scaling,
-                "factor": self._number("rope.scaling.factor", float),
-                "original_max_position_embeddings": self._number(
-                    "rope.scaling.original_context_length", default=config["max_position_embeddings"]
-                ),
-            }
+        scaling = rope_scaling(keys, context_length, head_dim, theta)
+        if scaling is not None:
+            config["rope_scaling"] = scaling
+        neutral: dict[str, tuple[Any, ...]] = {
+            "attention.value_length": (head_dim,),
+            "attention.scale": (0, head_dim**-0.5),
+            "embedding_length_out": (hidden,),
+        }
+        window = metadata.get(f"{self.architecture}.attention.sliding_window")
+        if isinstance(window, int) and window >= context_length:  # as wide as the context
+            neutral["attention.sliding_window"] = (window,)
+        keys.refuse_unread(neutral)
         return config
 
     def _reject_unsupported(self, head_dim: int, layers: int) -> None:
-        metadata, prefix = self.file.metadata, self.architecture
-        if metadata.get(f"{prefix}.expert_count"):
+        if self.file.metadata.get(f"{self.architecture}.expert_count"):
             raise ModelError(f"{self.file.path}: mixture-of-experts models are not supported from GGUF files")
-        if self._number("rope.dimension_count", default=head_dim) != head_dim:
+        if self._keys.whole("rope.dimension_count", default=head_dim) != head_dim:
             raise ModelError(f"{self.file.path}: partial RoPE (rope.dimension_count) is not supported")
         if "rope_freqs.weight" in self.file.tensors:
             raise ModelError(

@@ -352,7 +352,9 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> tupl
 def _scaling(kind: str, fields: Fields, original_length: int, max_positions: int) -> RopeScaling:
     """Return the scaling of one kind; `original_length` is the context length before scaling."""
     if kind == "linear":
-        return RopeScaling(kind=kind, factor=fields.number("factor"))
+        # Only GGUF files have a factor on cos and sin here.
+        attention = fields.number("gguf_attn_factor", 1.0)
+        return RopeScaling(kind=kind, factor=fields.number("factor"), attention_factor=attention)
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:

@@ -17,10 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.checkpoint.gguf_file import open_gguf
+from engine.checkpoint.gguf_file import END_TOKENS, open_gguf
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.errors import ModelError, RequestError
 from engine.text import request_template, tokenizer_config
+from engine.text.added_tokens import require_limits
 from engine.text.conversation import Conversation, reads
 from engine.text.folder_tokenizer import (
     NAMED_TOKENS,
@@ -281,26 +282,39 @@ def _from_gguf(source: ModelSource) -> Tokenizer:
     # Checked by the tokenizers library, which the error below wraps.
     tokens: Any = metadata.get("tokenizer.ggml.tokens")
     merges: Any = metadata.get("tokenizer.ggml.merges")
-    template = metadata.get("tokenizer.chat_template")
     try:
         backend = _byte_level_bpe(tokens, merges, pre_tokenizer)
-        _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
-        names = {key: _special_token(metadata, tokens, key) for key in ("bos", "eos", "eot")}
-        if metadata.get("tokenizer.ggml.add_bos_token") and names["bos"]:
+        _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [], source.path)
+        bos, eos = (_token_of(metadata, tokens, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        ends = [_token_of(metadata, tokens, key) for key in END_TOKENS]
+        before = [bos] if metadata.get("tokenizer.ggml.add_bos_token") and bos else []
+        after = [eos] if metadata.get("tokenizer.ggml.add_eos_token") and eos else []
+        if before or after:
             backend.post_processor = processors.TemplateProcessing(
-                single=f"{names['bos']} $A", special_tokens=[(names["bos"], tokens.index(names["bos"]))]
+                single=[*before, "$A", *after],
+                special_tokens=[(token, tokens.index(token)) for token in {*before, *after}],
             )
+    except ModelError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception for bad vocabularies and merges
         raise ModelError(f"{source.path}: the tokenizer in its metadata is damaged: {error}") from error
-    eos = [tokens.index(names[key]) for key in ("eos", "eot") if names[key]]
     return Tokenizer(
         backend,
         name=source.name,
-        eos_token_ids=eos,
-        bos_token=names["bos"],
-        eos_token=names["eos"],
-        chat_template=template if isinstance(template, str) else None,
+        eos_token_ids=[tokens.index(token) for token in ends if token],
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=_gguf_templates(metadata),
     )
+
+
+def _gguf_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template, or several by name: `tokenizer.chat_template.tool_use` is the one for tools."""
+    key = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
+    found |= {"default": metadata[key]} if key in metadata else {}
+    named = {name: text for name, text in found.items() if isinstance(text, str)}
+    return named.get("default") if named.keys() <= {"default"} else named
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) -> tokenizers.Tokenizer:
@@ -325,8 +339,9 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) ->
     return backend
 
 
-def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    marked = list(zip(tokens, types, strict=False))
+def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], path: str) -> None:
+    marked = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
+    require_limits([token for token, _ in marked], path)
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, kind in marked if kind == _CONTROL]
     )
@@ -335,12 +350,12 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types:
     )
 
 
-def _special_token(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
-    index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+def _token_of(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
+    index = metadata.get(key)
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise ValueError(f"{key}_token_id is {index!r} and there are {len(tokens)} tokens")
+        raise ValueError(f"{key} is {index!r} and there are {len(tokens)} tokens")
     return tokens[index]
 
 

@@ -109,11 +109,12 @@ def write_gguf(
     drop: tuple[str, ...] = (),
     embedding_rows: int | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    tokens: dict[str, int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write a model to `path` and return its weights by Hugging Face name, after quantisation.
 
     `metadata` adds or replaces keys under the architecture's prefix, `drop` omits tensors and `extra` adds tensors
-    (both by GGUF name), `embedding_rows` truncates the embedding.
+    (both by GGUF name), `embedding_rows` truncates the embedding, `tokens` adds ids of special tokens.
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
@@ -124,13 +125,15 @@ def write_gguf(
         "attention.head_count": SIZES["heads"],
         "attention.head_count_kv": SIZES["kv_heads"],
     } | (metadata or {})
+    adders = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}
     for key, value in numbers.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(f"{architecture}.{key}", value)
+        adders.get(type(value), writer.add_uint32)(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 20000.0)
     if tokenizer:
         add_tokenizer(writer)
+    for key, index in (tokens or {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", index)
     stored = {}
     for name, weight in random_weights(architecture, tied).items():
         weight = weight[:embedding_rows] if "embed_tokens" in name else weight

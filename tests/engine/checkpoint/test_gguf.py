@@ -109,15 +109,29 @@ def test_q4_1_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path) -> Non
     assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architecture: str, tied: bool) -> None:
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("architecture", "tied", "scaling", "rope"), [
+    *((architecture, tied, {}, {}) for architecture in ("llama", "qwen2", "qwen3") for tied in (True, False)),
+    ("llama", True, {"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    ("qwen2", True, {"rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+    ("llama", False, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                      "rope.scaling.original_context_length": 32, "rope.scaling.yarn_beta_fast": 2.0,
+                      "rope.scaling.yarn_beta_slow": 0.5}, YARN | {"beta_fast": 2.0, "beta_slow": 0.5}),
+    ("qwen3", True, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                     "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 0.5},
+     YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
+])  # fmt: skip
+def test_logits_equal_transformers_on_the_same_weights(
+    tmp_path: Path, architecture: str, tied: bool, scaling: dict, rope: dict
+) -> None:
     weights = write_gguf(
         tmp_path / "m.gguf",
         architecture=architecture,
         matrices=Kind.Q8_0,
         tied=tied,
-        metadata={"attention.key_length": SIZES["head_dim"]},
+        metadata={"attention.key_length": SIZES["head_dim"]} | scaling,
     )
     reference = getattr(transformers, HF_MODEL_TYPES[architecture])(
         transformers.AutoConfig.for_model(
@@ -131,7 +145,7 @@ def test_logits_equal_transformers_on_the_same_weights(tmp_path: Path, architect
             intermediate_size=SIZES["wide"],
             max_position_embeddings=SIZES["context"],
             rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+            rope_parameters={"rope_type": "default", "rope_theta": 20000.0} | rope,
             tie_word_embeddings=tied,
             bos_token_id=1,
             eos_token_id=2,
@@ -181,6 +195,18 @@ def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
     ({"metadata": {"attention.head_count": "four"}}, "head_count is 'four'"),
     ({"metadata": {"rope.scaling.type": "longrope", "rope.scaling.factor": 2}}, "longrope"),
+    ({"metadata": {"attention.sliding_window": 64}}, r"llama\.attention\.sliding_window is 64"),
+    ({"metadata": {"attention.causal": False}}, r"llama\.attention\.causal is False"),
+    ({"metadata": {"attention.scale": 0.125}}, r"llama\.attention\.scale is 0\.125"),
+    ({"metadata": {"attention.value_length": 8}}, r"llama\.attention\.value_length is 8"),
+    ({"metadata": {"attn_logit_softcapping": 50.0}}, r"llama\.attn_logit_softcapping is 50"),
+    ({"metadata": {"final_logit_softcapping": 30.0}}, r"llama\.final_logit_softcapping is 30"),
+    ({"metadata": {"logit_scale": 0.25}}, r"llama\.logit_scale is 0\.25"),
+    ({"metadata": {"embedding_scale": 12.0}}, r"llama\.embedding_scale is 12"),
+    ({"metadata": {"rope.dimension_sections": [4, 4, 0, 0]}}, r"llama\.rope\.dimension_sections is a list"),
+    ({"metadata": {"use_parallel_residual": True}}, r"llama\.use_parallel_residual is True"),
+    ({"metadata": {"a_new_key": "on"}}, r"llama\.a_new_key is 'on', which is not supported"),
+    ({"metadata": {"a_new_key": float("nan")}}, r"llama\.a_new_key is nan"),
     ({"drop": ("blk.1.ffn_up.weight",)}, "mlp.up_proj.weight is missing"),
     ({"drop": ("token_embd.weight",)}, "token_embd.weight"),
     ({"extra": {"blk.0.ssm_a.weight": np.zeros(4, np.float32)}}, "ssm_a"),
@@ -197,6 +223,34 @@ def test_unsupported_or_contradictory_files_are_refused_by_name(tmp_path: Path, 
     with pytest.raises(ModelError, match=message) as error:
         gguf_config(str(path))
     assert str(path) in str(error.value)
+
+
+def test_keys_without_an_effect_are_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "vocab_size": 99, "tensor_data_layout": "Meta AI original pth", "expert_count": 0, "expert_used_count": 2,
+        "rope.scaling.finetuned": True, "rope.dimension_count": 16, "attention.value_length": 16,
+        "attention.scale": 0.25, "attention.causal": True, "attention.sliding_window": 128, "attention.clamp_kqv": 0.0,
+        "logit_scale": 1.0,
+        "embedding_scale": 0.0, "use_parallel_residual": False, "leading_dense_block_count": 0, "a_new_key": "",
+        "rope.dimension_sections": [0, 0, 0, 0], "rope.scaling.type": "none", "embedding_length_out": 64,
+    }  # fmt: skip
+    write_gguf(tmp_path / "plain.gguf")
+    write_gguf(tmp_path / "m.gguf", metadata=neutral)
+    assert gguf_config(str(tmp_path / "m.gguf")) == gguf_config(str(tmp_path / "plain.gguf"))
+
+
+def test_end_tokens_are_those_of_text_turn_and_message(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tokens={"eot": 0, "eom": 1})
+    assert gguf_config(str(tmp_path / "m.gguf"))[0].eos_token_ids == (2, 0, 1)
+
+
+def test_an_array_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    content = HEADER + struct.pack("<QQQ", 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 0, 2**22 + 1)
+    with open(tmp_path / "m.gguf", "wb") as file:
+        file.write(content)
+        file.truncate(2**23)
+    with pytest.raises(ModelError, match="'a' has 4194305 items, and at most 4194304 are read"):
+        GGUFFile(tmp_path / "m.gguf")
 
 
 def test_an_unreadable_quantisation_is_named(tmp_path: Path) -> None:

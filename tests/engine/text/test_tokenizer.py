@@ -94,6 +94,66 @@ def test_a_begin_token_is_added_only_if_the_file_says_so(tmp_path: Path, tokeniz
     assert with_bos.encode("the") == [1, *tokenizer.encode("the")]
 
 
+def test_an_end_token_is_added_only_if_the_file_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = tokenizer.encode("the")
+    assert load_gguf_tokenizer(tmp_path, add_eos_token=("bool", True)).encode("the") == [*plain, 2]
+    assert load_gguf_tokenizer(tmp_path, add_eos_token=("bool", False)).encode("the") == plain
+    both = load_gguf_tokenizer(tmp_path, add_eos_token=("bool", True), add_bos_token=("bool", True))
+    assert both.encode("the") == [1, *plain, 2]
+    assert both.encode("the", add_special_tokens=False) == plain
+
+
+def test_messages_that_go_to_a_tool_end_with_a_token_of_the_file(tmp_path: Path) -> None:
+    found = load_gguf_tokenizer(tmp_path, eot_token_id=("uint32", 0), eom_token_id=("uint32", 1))
+    assert found.eos_token_ids == (2, 0, 1)
+    with pytest.raises(ModelError, match=r"eom_token_id is 99999"):
+        load_gguf_tokenizer(tmp_path, eom_token_id=("uint32", 99999))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(("templates", "plain", "with_tools"), [
+    ({"": "D{{ messages[0].content }}", ".tool_use": "T{{ tools[0].function.name }}"}, "Dhello 12", "Tf"),
+    ({"": "D", ".rag": "R"}, "D", "D"),
+    ({".default": "D", ".tool_use": "T{{ tools | length }}"}, "D", "T1"),
+    ({"": "D", ".default": "other"}, "D", "D"),
+])  # fmt: skip
+def test_a_file_with_several_templates_has_one_for_tools(
+    tmp_path: Path, templates: dict, plain: str, with_tools: str
+) -> None:
+    path = tmp_path / "t.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer)
+    writer.kv_data[0].pop("tokenizer.chat_template")
+    for name, template in templates.items():
+        writer.add_string(f"tokenizer.chat_template{name}", template)
+    writer.add_array("tokenizer.chat_templates", [name[1:] for name in templates if name] or ["default"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = Tokenizer.load(ModelSource(str(path), "gguf", "sample"))
+    assert found.has_chat_template
+    assert found.render_chat(MESSAGES) == plain
+    assert found.render_chat(MESSAGES, tools=[TOOL]) == with_tools
+
+
+def test_added_tokens_of_a_gguf_file_decode_to_their_content(tmp_path: Path) -> None:
+    tokens, _, types = vocabulary()
+    added = ["\u010dem", "\u00f5\u00f5"]
+    found = load_gguf_tokenizer(tmp_path, tokens=("array", [*tokens, *added]), token_type=("array", [*types, 4, 3]))
+    ids = found.encode("the \u010dem and\u00f5\u00f5")
+    assert {len(tokens), len(tokens) + 1} <= set(ids)
+    assert found.decode(ids, skip_special_tokens=False) == "the \u010dem and\u00f5\u00f5"
+    assert found.decode(ids) == "the \u010dem and"
+
+
+def test_added_tokens_of_a_gguf_file_are_limited(tmp_path: Path) -> None:
+    tokens, _, types = vocabulary()
+    with pytest.raises(ModelError, match=r"t\.gguf has 5000 characters in an added token, and at most 4096"):
+        load_gguf_tokenizer(tmp_path, tokens=("array", [*tokens, "x" * 5000]), token_type=("array", [*types, 4]))
+
+
 @pytest.mark.parametrize("text", [None, 7, b"bytes", ["list"], "lone \ud800 surrogate"])
 def test_invalid_text_is_a_request_error(tokenizer: Tokenizer, text: object) -> None:
     with pytest.raises(RequestError) as error:
