@@ -45,14 +45,19 @@ def read_token(value: Any, special: bool | None = None) -> AddedToken:
 
 def require_limits(contents: Iterable[str], where: str) -> None:
     """Raise ModelError if a tokenizer has more or longer added tokens than the limits; `where` names the file."""
-    lengths = [len(content) for content in contents]
-    for found, limit, what in (
-        (len(lengths), MAX_ADDED_TOKENS, "added tokens"),
-        (max(lengths, default=0), MAX_TOKEN_CHARS, "characters in an added token"),
-        (sum(lengths), MAX_ADDED_CHARS, "characters in all added tokens"),
+    require_counts(contents, where, "added tokens", MAX_ADDED_TOKENS, MAX_ADDED_CHARS)
+
+
+def require_counts(contents: Iterable[str], where: str, what: str, max_count: int, max_chars: int) -> None:
+    """Raise ModelError if there are more texts than `max_count`, or more characters in one or all of them."""
+    lengths = list(map(len, contents))
+    for found, limit, measure in (
+        (len(lengths), max_count, what),
+        (max(lengths, default=0), MAX_TOKEN_CHARS, f"characters in one of its {what}"),
+        (sum(lengths), max_chars, f"characters in all {what}"),
     ):
         if found > limit:
-            raise ModelError(f"{where} has {found} {what}, and at most {limit} are read: give the model's own file")
+            raise ModelError(f"{where} has {found} {measure}, and at most {limit} are read: give the model's own file")
 
 
 def add_missing(
@@ -70,7 +75,8 @@ def add_missing(
             new.setdefault(one.token.content, one.token)
     require_limits([*known, *new], folder)
     size = backend.get_vocab_size(with_added_tokens=True)
-    backend.add_tokens([_special(token) if text in named else token for text, token in new.items()])
+    if new:  # even for none, the library would build its automaton again
+        backend.add_tokens([_special(token) if text in named else token for text, token in new.items()])
     differing = []
     for one in declared:
         text = one.token.content

@@ -21,13 +21,18 @@ from tokenizers import AddedToken
 
 from engine.checkpoint.regular_files import read_limited_text, require_limited_file
 from engine.errors import ModelError
-from engine.text.added_tokens import FLAGS, Declared, add_missing, read_token, require_limits
+from engine.text.added_tokens import FLAGS, Declared, add_missing, read_token, require_counts, require_limits
 
 logger = logging.getLogger(__name__)
 
 PIPELINE = "tokenizer.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TEMPLATES = 100
+# A Unigram model takes about 340 bytes for each character of its entries. The largest known vocabulary, XLM-V's, has
+# 901,629 entries; the largest part of a pipeline, SentencePiece's table of characters, has 0.4 MB.
+MAX_ENTRIES = 2_000_000
+MAX_ENTRY_CHARS = 16 * 2**20
+MAX_PART_BYTES = 4 * 2**20
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _READ_BY_A_LIBRARY = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 # Keys of tokenizer_config.json that name files, code or objects, or that tokenizer.json decides.
@@ -66,7 +71,7 @@ def load_folder(folder: str) -> FolderTokenizer:
     file = json.loads(text)
     if not isinstance(file, dict):
         raise ValueError(f"{PIPELINE} has no object")
-    require_limits([str(token["content"]) for token in file.get("added_tokens") or []], os.path.join(folder, PIPELINE))
+    _require_limits(file, os.path.join(folder, PIPELINE))
     backend = tokenizers.Tokenizer.from_str(text)
     del text
     add_missing(backend, config.declared, set(config.special_tokens.values()), folder)
@@ -80,6 +85,18 @@ def load_folder(folder: str) -> FolderTokenizer:
     if config.extra_tokens:
         settings["extra_special_tokens"] = config.extra_tokens
     return FolderTokenizer(backend, special, _chat_template(folder, config.values), settings)
+
+
+def _require_limits(file: Mapping[str, Any], where: str) -> None:
+    """Raise ModelError for a tokenizer.json whose reading would take gigabytes or seconds."""
+    require_limits([str(token["content"]) for token in file.get("added_tokens") or []], where)
+    vocabulary = file["model"]["vocab"]
+    entries = vocabulary if isinstance(vocabulary, dict) else (str(entry[0]) for entry in vocabulary)
+    require_counts(entries, where, "vocabulary entries", MAX_ENTRIES, MAX_ENTRY_CHARS)
+    for part in _PARTS:
+        size = len(json.dumps(file.get(part)))
+        if size > MAX_PART_BYTES:
+            raise ModelError(f"{where}: {part} has {size} bytes, and at most {MAX_PART_BYTES} are read")
 
 
 def require_same_pipeline(backend: tokenizers.Tokenizer, file: Mapping[str, Any], folder: str) -> None:
@@ -135,6 +152,7 @@ def read_config(folder: str) -> Configuration:
         values |= json_object(folder, "special_tokens_map.json")
     extra = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
     named = {key: value for key, value in values.items() if key.endswith("_token") and _is_token(value)}
+    named |= values.get("model_specific_special_tokens") or {}
     named |= extra if isinstance(extra, dict) else {}
     texts = {name: read_token(value).content for name, value in named.items()}
     extra = [] if isinstance(extra, dict) else [read_token(value, special=True) for value in extra]

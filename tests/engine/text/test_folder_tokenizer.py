@@ -367,8 +367,10 @@ def folder_with_code(folder: Path, marker: Path, where: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json", "both"])
-@pytest.mark.parametrize("with_file", [True, False])
+# The case that reads config.json by its class imports PyTorch in the child, which takes seconds.
+@pytest.mark.parametrize("where, with_file", [
+    ("both", True), ("config.json", False), ("tokenizer_config.json", False), ("both", False),
+])  # fmt: skip
 def test_code_of_a_folder_never_runs_even_if_standard_input_says_yes(
     tmp_path: Path, where: str, with_file: bool
 ) -> None:
@@ -438,7 +440,7 @@ def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path, name: str, li
 @pytest.mark.parametrize("place", ["tokenizer.json", "added_tokens_decoder", "added_tokens.json"])
 @pytest.mark.parametrize("count, length, figure", [
     (MAX_ADDED_TOKENS + 1, 7, f"{MAX_ADDED_TOKENS + 1} added tokens, and at most {MAX_ADDED_TOKENS}"),
-    (1, MAX_TOKEN_CHARS + 1, f"{MAX_TOKEN_CHARS + 1} characters in an added token, and at most {MAX_TOKEN_CHARS}"),
+    (1, MAX_TOKEN_CHARS + 1, f"{MAX_TOKEN_CHARS + 1} characters in one of its added tokens, and at most 4096"),
     (MAX_ADDED_CHARS // 4000 + 1, 4000, f"characters in all added tokens, and at most {MAX_ADDED_CHARS}"),
 ])  # fmt: skip
 def test_numbers_and_lengths_of_added_tokens_are_limited_before_a_library_reads_them(
@@ -458,6 +460,30 @@ def test_numbers_and_lengths_of_added_tokens_are_limited_before_a_library_reads_
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=figure):
         Tokenizer.load(str(folder))
+
+
+@pytest.mark.parametrize("change, figure", [
+    (lambda file: file["model"]["vocab"].update({"x" * 4097: 999}), "4097 characters in one of its vocabulary entries"),
+    (lambda file: file["model"].update(type="Unigram", unk_id=0, vocab=[["x" * 5000, 0.0]]), "5000 characters in one"),
+    (lambda file: file["model"]["vocab"].update({f"{i:04000}": 999 + i for i in range(4200)}),
+     "characters in all vocabulary entries, and at most 16777216"),
+    (lambda file: file.update(normalizer={"type": "Prepend", "prepend": "x" * 5_000_000}), "normalizer has 50000"),
+])  # fmt: skip
+def test_vocabularies_and_parts_are_limited_before_a_library_reads_them(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], figure: str
+) -> None:
+    folder, _ = save(tmp_path / "model", smollm2())
+    change_file(folder, change)
+    with pytest.raises(ModelError, match=figure):
+        Tokenizer.load(str(folder))
+
+
+def test_a_model_with_more_added_tokens_than_most_is_loaded(tmp_path: Path) -> None:
+    """Orpheus adds 28,672 tokens of speech."""
+    backend = smollm2()
+    backend.add_tokens([AddedToken(f"<|s_{index}|>", normalized=False) for index in range(28_672)])
+    found = Tokenizer.load(str(save(tmp_path / "model", backend)[0]))
+    assert found.encode("a<|s_28671|>")[-1] == backend.get_vocab_size() - 1
 
 
 def test_too_many_chat_templates_are_refused(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_added_tokens_of_a_gguf_file_decode_to_their_content(tmp_path: Path) -> 
 
 def test_added_tokens_of_a_gguf_file_are_limited(tmp_path: Path) -> None:
     tokens, _, types = vocabulary()
-    with pytest.raises(ModelError, match=r"t\.gguf has 5000 characters in an added token, and at most 4096"):
+    with pytest.raises(ModelError, match=r"t\.gguf has 5000 characters in one of its added tokens, and at most 4096"):
         load_gguf_tokenizer(tmp_path, tokens=("array", [*tokens, "x" * 5000]), token_type=("array", [*types, 4]))
 
 
