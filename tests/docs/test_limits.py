@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from engine.checkpoint.regular_files import size_limit
 from engine.client import output_queue
 from engine.config import EngineConfig
 from engine.protocol import sampling_params as sampling
 from engine.protocol import structured_outputs as grammars
+from engine.text import added_tokens as added
+from engine.text import folder_tokenizer
 from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
 from server.http import connections
@@ -55,6 +58,16 @@ VALUES = {
     "logit_bias": (sampling.MAX_BIASED_TOKENS,),
     "rid and X-Request-Id": (requests.MAX_ID_CHARS,),
     "a regex, grammar or JSON schema": (grammars.MAX_GRAMMAR_CHARS,),
+    "tokenizer.json, vocab.json, merges.txt, tokenizer.model, an index of weights": (size_limit("tokenizer.json"),),
+    "other .json files of a model": (size_limit("config.json"),),
+    "a chat template's file": (size_limit("chat_template.jinja"),),
+    "added tokens of a tokenizer": (added.MAX_ADDED_TOKENS, added.MAX_TOKEN_CHARS, added.MAX_ADDED_CHARS),
+    "entries of a tokenizer.json": (
+        folder_tokenizer.MAX_ENTRIES,
+        added.MAX_TOKEN_CHARS,
+        folder_tokenizer.MAX_ENTRY_CHARS,
+        folder_tokenizer.MAX_PART_BYTES,
+    ),
 }
 MESSAGE = {"role": "user", "content": "a"}
 BODIES = {
