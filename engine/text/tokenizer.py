@@ -253,17 +253,22 @@ class Tokenizer:
         """Create and return the transformers tokenizer for chats. The first call takes about a second."""
         with self._chat_lock:
             if self._chat is None:
-                from transformers import PreTrainedTokenizerFast
+                # From the module: `from transformers import …` fails while another thread is importing transformers.
+                from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
                 special = {key: value for key, value in self._special.items() if value is not None}
                 named = {key: special.pop(key) for key in list(special) if key not in NAMED_TOKENS}
                 more = {"model_specific_special_tokens": named} if named else {}
-                # It renders text only: an empty tokenizer saves the copy that it would make of the vocabulary.
+                # It only renders text: for its backend, an empty one saves the copy that it would make.
+                empty = tokenizers.Tokenizer(models.BPE())
                 chat = PreTrainedTokenizerFast(
-                    tokenizer_object=tokenizers.Tokenizer(models.BPE()), chat_template=self._chat_template,
-                    **special, **more, **self._settings,
-                )  # fmt: skip
+                    tokenizer_object=empty, chat_template=self._chat_template, **special, **more
+                )
                 chat._tokenizer = self.backend  # noqa: SLF001 - there is no public way to share it
+                chat.init_kwargs |= self._settings
+                limit = self._settings.get("model_max_length")
+                if isinstance(limit, int | float):
+                    chat.model_max_length = limit
                 self._chat = chat
             return self._chat
 

@@ -155,6 +155,16 @@ def test_the_pipeline_is_the_same_before_and_after_the_first_chat(tmp_path: Path
     assert found.description()["vocab_size"] == wanted.get_vocab_size()
 
 
+def test_settings_that_only_describe_the_tokenizer_do_not_stop_a_chat(tmp_path: Path) -> None:
+    settings = {"padding_side": "middle", "encode": "a method", "model_max_length": 2048, "image_token": "<image>"}
+    folder, _ = save(tmp_path / "model", smollm2(), chat_template="{{ eos_token }}{{ image_token }}", **settings)
+    found = Tokenizer.load(str(folder))
+    assert found.render_chat(MESSAGES) == "</s><image>"
+    described = found.description()
+    assert {key: described[key] for key in settings} == settings
+    assert described["added_tokens_decoder"]["1"]["content"] == "<s>"
+
+
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "post_processor", "decoder"])
 def test_a_part_that_would_differ_from_the_file_is_named(part: str) -> None:
     file = json.loads(llama3().to_str())
