@@ -14,6 +14,10 @@ from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
 from engine.protocol.request import FinishReason
 
 
+def _is_cut(finish_reason: FinishReason | None, stop_reason: int | str | None) -> bool:
+    return finish_reason is not None and (finish_reason != "stop" or stop_reason is not None)
+
+
 @dataclass(kw_only=True, slots=True)
 class OutputDelta:
     """The output that one event adds to one sequence of a request; the last delta carries finish_reason."""
@@ -34,6 +38,11 @@ class OutputDelta:
     cached_tokens: int = 0
     queue_time: float | None = None  # seconds, with the first delta only
     graph_bucket: int | None = None  # bucket of the graph that produced the tokens; None: eager
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something other than the model's end token ended the output."""
+        return _is_cut(self.finish_reason, self.stop_reason)
 
     def join(self, later: OutputDelta) -> bool:
         """Merge the sequence's next delta into this one, as if both had come in one event. Return whether it merged.
@@ -66,6 +75,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # the message, if finish_reason is error
     weight_version: str = ""  # version of the weights that produced the last token
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something other than the model's end token ended the output."""
+        return _is_cut(self.finish_reason, self.stop_reason)
 
     def add(self, delta: OutputDelta) -> None:
         """Append a delta of this sequence."""

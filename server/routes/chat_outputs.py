@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-from engine.protocol.outputs import CompletionOutput
+from engine.protocol.outputs import CompletionOutput, OutputDelta
 from engine.protocol.request import TokenLogprob
-from engine.text.parsing.chat import ChatParser, joined
+from engine.text.parsing.chat import ChatParser, joined, parse
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from server.routes import openai_answers as answers
 from server.serving.chat_formats import MakeParser
-from server.serving.tokenization import Tokenization
+from server.serving.tokenization import INLINE_CHARS, Tokenization
 
 _SHORT_ID_CHARS = string.ascii_letters + string.digits
 
@@ -29,11 +30,11 @@ class OutputStream:
     def __init__(self, owner: ChatOutputs, parser: ChatParser):
         self._owner, self._parser = owner, parser
 
-    def deltas(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+    def deltas(self, delta: OutputDelta) -> list[dict[str, Any]]:
         """Return the deltas of the next piece of text; may be empty."""
-        parts = self._parser.feed(text)
-        if is_last:
-            parts += self._parser.finish()
+        parts = self._parser.feed(delta.text_delta)
+        if delta.finish_reason is not None:
+            parts += self._parser.finish(delta.is_cut)
         return [delta for part in joined(parts) if (delta := self._owner.delta(part))]
 
     def finish_reason(self, reason: str) -> str:
@@ -51,11 +52,12 @@ class ChatOutputs:
         self, tokens: Tokenization, logprobs: bool | None, include_reasoning: bool, as_ids: bool | None = False,
         return_ids: bool | None = False,
     ):  # fmt: skip
-        self._spelling = answers.Spelling(tokens, as_ids)
+        self._tokens, self._spelling = tokens, answers.Spelling(tokens, as_ids)
         self._logprobs, self._include_reasoning = logprobs, include_reasoning
         self.return_ids = bool(return_ids)
         self.make_parser: MakeParser | None = None
         self.short_ids = False
+        self._parts: dict[int, list[Part]] = {}  # of whole outputs, by index
 
     @property
     def is_plain(self) -> bool:
@@ -78,10 +80,17 @@ class ChatOutputs:
             return {"reasoning": part.text, "reasoning_content": part.text} if self._include_reasoning else {}
         return {"tool_calls": [{"index": part.index, **self._call(part)}]}
 
+    async def parse(self, choices: Iterable[CompletionOutput]) -> None:
+        """Parse whole outputs, long ones in a thread. Call it before `choice`."""
+        for choice in choices:
+            parser = self.make_parser() if self.make_parser is not None else ChatParser()
+            work = partial(parse, parser, choice.text, choice.is_cut)
+            is_short = self.make_parser is None or len(choice.text) <= INLINE_CHARS
+            self._parts[choice.index] = work() if is_short else await self._tokens.in_thread(work)
+
     def choice(self, choice: CompletionOutput) -> dict[str, Any]:
         """Return one entry of a chat completion's choices."""
-        parser = self.make_parser() if self.make_parser is not None else ChatParser()
-        parts = joined([*parser.feed(choice.text), *parser.finish()])
+        parts = self._parts.pop(choice.index)
         calls = [self._call(part) for part in parts if isinstance(part, ToolCall)]
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         content = "".join(part.text for part in parts if isinstance(part, Content))

@@ -105,7 +105,7 @@ class _MessageRun:
                 async for deltas in arrivals:
                     parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]
                     if job.choices[0].finish_reason is not None:
-                        parts += parser.finish()
+                        parts += parser.finish(job.choices[0].is_cut)
                     found = self._output.add(joined(parts))
                     if start is None:
                         start = [self._start(job), {"type": "ping"}]

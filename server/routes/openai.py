@@ -134,6 +134,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         with service.admission(run.params.n) as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
+            await outputs.parse(jobs[0].choices)
 
             def build(part: Callable[[Any], Any]) -> dict[str, Any]:
                 choices = [part(_chat_choice(outputs, body, choice)) for choice in jobs[0].choices]

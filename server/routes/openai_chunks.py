@@ -118,7 +118,7 @@ class ChatChunkChoices:
             stream = self._streams[number] = self._outputs.stream()
             entries.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
         logprobs = self._outputs.logprobs_of(delta.logprobs) if delta.logprobs else None
-        deltas = stream.deltas(delta.text_delta, delta.finish_reason is not None)
+        deltas = stream.deltas(delta)
         return_ids = self._outputs.return_ids and delta.token_ids
         if (logprobs or return_ids) and not deltas:
             deltas = [{"content": ""}]  # text is held back or left out, but its tokens are not

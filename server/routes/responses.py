@@ -189,7 +189,7 @@ class _ResponseRun:
         if was_reasoning or parser.is_reasoning:
             self._reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            parts += parser.finish()
+            parts += parser.finish(delta.is_cut)
         logprobs: Logprobs = []
         if self._spelling is not None and delta.logprobs:
             logprobs = answers.chat_logprobs(self._spelling, delta.logprobs)["content"]

@@ -13,7 +13,8 @@ from typing import Any
 from engine.errors import RequestError
 
 Schema = Mapping[str, Any]
-_MAX_REFERENCES = 8  # that lead to one another
+_MAX_REFERENCES = 8  # that lead from one to the next
+MAX_DEPTH = 16  # of schemas that are combined within one another
 _ROOT = "parameters"  # the name of the whole schema among the definitions of one parameter's schema
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
@@ -48,12 +49,14 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 def types_of(schema: Any, root: Schema) -> set[str]:
     """Return the JSON types that a schema allows by name or by its values; empty if it tells none."""
-    return _types_of(schema, root, _MAX_REFERENCES)
+    return _types_of(schema, root, set(), MAX_DEPTH)
 
 
-def _types_of(schema: Any, root: Schema, depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or not depth:
+def _types_of(schema: Any, root: Schema, seen: set[int], depth: int) -> set[str]:
+    """Return the types; `seen` has the ids of the schemas so far, since a schema may refer to itself many times."""
+    if not isinstance(schema, Mapping) or id(schema) in seen or not depth:
         return set()
+    seen.add(id(schema))
     schema = resolved(schema, root)
     declared = schema.get("type")
     types = {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
@@ -62,11 +65,32 @@ def _types_of(schema: Any, root: Schema, depth: int) -> set[str]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return {_TYPES.get(type(value), "null") for value in values}
-    for name in ("anyOf", "oneOf"):
+    for name in ("anyOf", "oneOf", "allOf"):
         options = schema.get(name)
         for one in options if isinstance(options, list) else ():
-            types |= _types_of(one, root, depth - 1)
+            types |= _types_of(one, root, seen, depth - 1)
     return types
+
+
+def declared_of(schema: Schema) -> dict[str, Any]:
+    """Return the schemas of all parameters that a schema names, also within the schemas that it combines."""
+    found: dict[str, Any] = {}
+    _add_declared(found, schema, schema, set(), MAX_DEPTH)
+    return found
+
+
+def _add_declared(found: dict[str, Any], schema: Any, root: Schema, seen: set[int], depth: int) -> None:
+    if not isinstance(schema, Mapping) or id(schema) in seen or not depth:
+        return
+    seen.add(id(schema))
+    schema = resolved(schema, root)
+    properties = schema.get("properties")
+    for name, one in properties.items() if isinstance(properties, Mapping) else ():
+        found.setdefault(name, one)
+    for keyword_ in ("allOf", "anyOf", "oneOf"):
+        parts = schema.get(keyword_)
+        for part in parts if isinstance(parts, list) else ():
+            _add_declared(found, part, root, seen, depth - 1)
 
 
 def choices_of(schema: Schema, root: Schema) -> list[str] | None:

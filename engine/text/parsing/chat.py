@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.text.parsing.parts import Content, Part, Reasoning
+from collections.abc import Iterable
+
+from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from engine.text.parsing.reasoning import ReasoningSplitter
 from engine.text.parsing.tool_calls import ToolCallParser
 
@@ -14,14 +16,18 @@ class ChatParser:
         self._reasoning, self._tools = reasoning, tools
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that `text` completes."""
+        """Return the parts that `text` completes. Takes time in proportion to the text."""
         parts: list[Part] = self._reasoning.feed(text) if self._reasoning else [Content(text)] if text else []
         return self._with_calls(parts)
 
-    def finish(self) -> list[Part]:
-        """Return the parts held back at the end of the output."""
-        parts = self._with_calls(self._reasoning.finish()) if self._reasoning else []
-        return parts + (self._tools.finish() if self._tools else [])
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Return the parts held back at the end of the output.
+
+        `is_cut`: a limit or a stop string ended the output. An unfinished call or marker at its end is left out then;
+        otherwise it is content.
+        """
+        parts = self._with_calls(self._reasoning.finish(is_cut)) if self._reasoning else []
+        return parts + (self._tools.finish(is_cut) if self._tools else [])
 
     @property
     def is_reasoning(self) -> bool:
@@ -42,20 +48,23 @@ class ChatParser:
         return found
 
 
-def parse(parser: ChatParser, text: str) -> list[Part]:
+def parse(parser: ChatParser, text: str, is_cut: bool = False) -> list[Part]:
     """Return the parts of a whole output, adjacent text of one kind joined."""
-    return joined([*parser.feed(text), *parser.finish()])
+    return joined([*parser.feed(text), *parser.finish(is_cut)])
 
 
-def joined(parts: list[Part]) -> list[Part]:
+def joined(parts: Iterable[Part]) -> list[Part]:
     """Join adjacent parts of the same kind of text."""
     found: list[Part] = []
+    texts: list[str] = []  # of the kind `kind`, not in `found` yet
+    kind: type[Content] | type[Reasoning] = Content
     for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
-        else:
+        if texts and not isinstance(part, kind):
+            found.append(kind("".join(texts)))
+            texts = []
+        if isinstance(part, ToolCall):
             found.append(part)
-    return found
+        else:
+            kind = type(part)
+            texts.append(part.text)
+    return [*found, kind("".join(texts))] if texts else found

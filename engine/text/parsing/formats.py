@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,13 +12,15 @@ from engine.text.parsing.json_values import JsonScanner, NotJson
 Tools = Mapping[str, Mapping[str, Any]]
 """Function name -> JSON schema of its parameters."""
 
+_HEAD_CHARS = 2048  # of an unfinished block: enough for the longest function name and white space
+
 
 @dataclass(frozen=True, slots=True)
 class Closed:
     """The end of a block: its calls as (name, arguments), or None if it is malformed; and the text after it."""
 
     calls: list[tuple[str, str]] | None
-    rest: str
+    rest: str = ""
 
 
 class Block(ABC):
@@ -26,11 +28,14 @@ class Block(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> Closed | None:
-        """Add text. Return the end of the block, or None if it goes on."""
+        """Add text. Return the end of the block, or None if it goes on. Takes time in proportion to the text."""
 
-    def finish(self) -> list[tuple[str, str]] | None:
-        """Return the calls of a block that the output ends in, or None if it is malformed."""
-        return None
+    def finish(self, is_cut: bool) -> Closed:
+        """Return the end of a block that the output ends in.
+
+        `is_cut`: the output ended at a limit or a stop string, so only calls that are certainly complete count.
+        """
+        return Closed(None)
 
 
 class Format(ABC):
@@ -57,6 +62,16 @@ class Format(ABC):
     @abstractmethod
     def block(self, opener: str) -> Block:
         """Return the block that `opener` opens."""
+
+    def may_begin_call(self, text: str) -> bool:
+        """Whether unfinished text, which begins with one of `first_openers`, may go on as a call."""
+        return True
+
+
+def shares_beginning(text: str, heads: Iterable[str]) -> bool:
+    """Whether text begins one of `heads`, or begins with one; white space doesn't count."""
+    compact = "".join(text[:_HEAD_CHARS].split())
+    return any(head.startswith(compact) or compact.startswith(head) for head in heads)
 
 
 class JsonBlock(Block):
@@ -97,3 +112,12 @@ class JsonBlock(Block):
             return Closed(self.calls("".join(self._pieces)), text[end:])
         except ValueError:
             return Closed(None, text[end:])
+
+    def finish(self, is_cut: bool) -> Closed:
+        """Return the elements of a cut array that are complete."""
+        if not is_cut or not self._scanner.complete:
+            return Closed(None)
+        try:
+            return Closed(self.calls("".join(self._pieces)[: self._scanner.complete] + "]"))
+        except ValueError:
+            return Closed(None)

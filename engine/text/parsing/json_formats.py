@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 
-from engine.text.parsing.formats import Block, Closed, Format, JsonBlock
+from engine.text.parsing.formats import Block, Closed, Format, JsonBlock, shares_beginning
 from engine.text.parsing.json_values import call_of, parse_json, to_json
 
 _MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.:/-]{1,256})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s*(?={)")
 _MISTRAL_HEAD_CHARS = 512
+_LLAMA_HEADS = ('{"type":"function"', '{"function":{', '{"parameters":{', '{"arguments":{')
 
 
 class _OneCall(JsonBlock):
@@ -39,6 +41,9 @@ class Llama3Json(Format):
 
     def block(self, opener: str) -> Block:
         return _OneCall("{") if opener == "{" else _OneCall()
+
+    def may_begin_call(self, text: str) -> bool:
+        return shares_beginning(text, [*_LLAMA_HEADS, *(f'{{"name":{json.dumps(name)}' for name in self.tools)])
 
 
 class Mistral(Format):
@@ -80,8 +85,7 @@ class _MistralBlock(Block):
     def feed(self, text: str) -> Closed | None:
         if self._inner is not None:
             return self._inner.feed(text)
-        self._head += text
-        head = self._head.lstrip()
+        head = self._head = (self._head + text).lstrip()
         if not head:
             return None
         if head[0] in "[{":
@@ -95,3 +99,6 @@ class _MistralBlock(Block):
         if len(head) > _MISTRAL_HEAD_CHARS:
             return Closed(None, head[_MISTRAL_HEAD_CHARS:])
         return None
+
+    def finish(self, is_cut: bool) -> Closed:
+        return Closed(None) if self._inner is None else self._inner.finish(is_cut)

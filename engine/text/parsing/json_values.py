@@ -24,11 +24,16 @@ class JsonScanner:
     """Finds the end of one JSON object or array in pieces of text. Each character is looked at once.
 
     It checks brackets and strings only; parse the whole value to know whether it is valid.
+
+    Attributes:
+        complete: Number of characters of an array up to the end of its last complete object; 0: there is none.
     """
 
     def __init__(self) -> None:
+        self.complete = 0
         self._open: list[str] = []
         self._in_string = self._escaped = False
+        self._size = 0  # of the pieces before
 
     def feed(self, text: str) -> int | None:
         """Return the index after the value's last character, or None if it goes on. Raises NotJson."""
@@ -40,7 +45,7 @@ class JsonScanner:
                 continue
             found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, at)
             if found is None:
-                return None
+                break
             at = found.end()
             character = found[0]
             if self._in_string:
@@ -54,6 +59,9 @@ class JsonScanner:
                 raise NotJson(found.start())
             elif not self._open:
                 return at
+            elif self._open == ["]"]:
+                self.complete = self._size + at
+        self._size += len(text)
         return None
 
 

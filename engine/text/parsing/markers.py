@@ -13,3 +13,11 @@ def held_back(text: str, markers: Sequence[str]) -> int:
         if any(one.startswith(end) and len(one) > length for one in markers):
             return length
     return 0
+
+
+def without_cut_marker(pending: str) -> str:
+    """Return text that was held back at the end of a cut output as it is shown: a part of a marker is dropped.
+
+    One character, such as "<", may as well be text.
+    """
+    return pending if len(pending) < 2 else ""

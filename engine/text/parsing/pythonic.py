@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import warnings
-from typing import Any
+import unicodedata
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from engine.text.parsing.formats import Block, Closed, Format
+from engine.text.parsing.formats import Block, Closed, Format, shares_beginning
 from engine.text.parsing.json_values import to_json
 
+T = TypeVar("T")
+
 MAX_HEAD_CHARS = 512
-MAX_CHARS = 1_000_000  # Python's parser needs hundreds of bytes per character
+_MAX_DEPTH = 100  # of values within values
 _HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")  # also a beginning of it
 _NEXT = re.compile(r"""[()\[\]{}"'\\]""")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+_NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_SPACE = re.compile(r"(?:\s|#[^\n]*)*")
+_NAME = re.compile(r"[^\W\d]\w*")
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_NUMBER = re.compile(r"-?\s*(?:\d[\w.]*[eE][+-]\d\w*|\.?\d[\w.]*)")
+_STRING = re.compile(
+    r"""(?P<prefix>[rRuU]?)(?:"(?P<double>[^"\\]*(?:\\.[^"\\]*)*)"|'(?P<single>[^'\\]*(?:\\.[^'\\]*)*)')""", re.DOTALL
+)
+_ESCAPE = re.compile(r"\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|N\{[^}]*\}|.)", re.DOTALL)
+_ESCAPED = {
+    "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
+    "v": "\v",
+}  # fmt: skip
 
 
 class Pythonic(Format):
@@ -29,6 +43,9 @@ class Pythonic(Format):
     def block(self, opener: str) -> Block:
         return _ListBlock("[" if opener == "[" else "")
 
+    def may_begin_call(self, text: str) -> bool:
+        return shares_beginning(text, [f"[{name}(" for name in self.tools])
+
 
 class _ListBlock(Block):
     def __init__(self, prefix: str):
@@ -38,6 +55,7 @@ class _ListBlock(Block):
         self._quote = ""
         self._escaped = False
         self._is_call = False
+        self._complete = 0  # number of characters up to the end of the last complete call
 
     def feed(self, text: str) -> Closed | None:
         if not self._size:
@@ -54,11 +72,20 @@ class _ListBlock(Block):
         self._pieces.append(text if end is None else text[:end])
         self._size += len(text)
         if end is None:
-            return Closed(None, "") if self._size > MAX_CHARS else None
+            return None
         try:
-            return Closed(_calls("".join(self._pieces)), text[end:])
+            return Closed(_CallReader("".join(self._pieces)).calls(), text[end:])
         except ValueError:
             return Closed(None, text[end:])
+
+    def finish(self, is_cut: bool) -> Closed:
+        """Return the calls of a cut list that are complete."""
+        if not is_cut or not self._complete:
+            return Closed(None)
+        try:
+            return Closed(_CallReader("".join(self._pieces)[: self._complete] + "]").calls())
+        except ValueError:
+            return Closed(None)
 
     def _scan(self, text: str) -> int | None:
         """Return the index after the list's closing bracket, or None if it goes on."""
@@ -87,54 +114,137 @@ class _ListBlock(Block):
                     return at  # not Python: the parser says so
                 if not self._open:
                     return at
+                if self._open == ["["] and character == ")":
+                    self._complete = self._size + at
         return None
 
 
-def _calls(source: str) -> list[tuple[str, str]]:
-    """Return the calls of a Python list. Raises ValueError if it is anything else."""
+class _CallReader:
+    """Reads a list of calls with literals as keyword arguments. Its methods raise ValueError for anything else.
+
+    It replaces `ast.parse`, which needs hundreds of bytes per character and warns of escapes that a model writes.
+    """
+
+    def __init__(self, source: str):
+        self._source, self._at = source, 0
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Return the calls as (name, arguments)."""
+        self._expect("[")
+        found, _ = self._until("]", self._call)
+        if not found or self._at < len(self._source):
+            raise ValueError("not a list of calls")
+        return found
+
+    def _call(self) -> tuple[str, str]:
+        name = self._match(_DOTTED)[0]
+        self._expect("(")
+        given, _ = self._until(")", self._keyword)
+        arguments = dict(given)
+        if len(arguments) < len(given):
+            raise ValueError("an argument is given twice")
+        return name, to_json(arguments)
+
+    def _keyword(self) -> tuple[str, Any]:
+        name = self._match(_NAME)[0]
+        self._expect("=")
+        return name, self._value(_MAX_DEPTH)
+
+    def _value(self, depth: int) -> Any:
+        if not depth:
+            raise ValueError("the value is nested too deeply")
+        if self._accepts("["):
+            return self._until("]", lambda: self._value(depth - 1))[0]
+        if self._accepts("("):
+            items, is_tuple = self._until(")", lambda: self._value(depth - 1))
+            return items if is_tuple or len(items) != 1 else items[0]
+        if self._accepts("{"):
+            return dict(self._until("}", lambda: self._entry(depth - 1))[0])
+        if _STRING.match(self._source, self._at):
+            return self._string()
+        if found := _NUMBER.match(self._source, self._at):
+            self._skip(found.end())
+            return _number("".join(found[0].split()))
+        name = self._match(_NAME)[0]
+        if name not in _NAMES:
+            raise ValueError("arguments are literals")
+        return _NAMES[name]
+
+    def _entry(self, depth: int) -> tuple[str, Any]:
+        key = self._string()
+        self._expect(":")
+        return key, self._value(depth)
+
+    def _until(self, closer: str, read: Callable[[], T]) -> tuple[list[T], bool]:
+        """Read items that commas separate, up to the closer. Return them, and whether a comma follows the last."""
+        items: list[T] = []
+        has_comma = False
+        while not self._accepts(closer):
+            if items and not has_comma:
+                raise ValueError(f"{closer} is missing")
+            items.append(read())
+            has_comma = self._accepts(",")
+        return items, has_comma
+
+    def _string(self) -> str:
+        """Read a string, or several next to one another."""
+        texts = [_text(self._match(_STRING))]
+        while found := _STRING.match(self._source, self._at):
+            self._skip(found.end())
+            texts.append(_text(found))
+        return "".join(texts)
+
+    def _accepts(self, text: str) -> bool:
+        if not self._source.startswith(text, self._at):
+            return False
+        self._skip(self._at + len(text))
+        return True
+
+    def _expect(self, text: str) -> None:
+        if not self._accepts(text):
+            raise ValueError(f"{text} is missing")
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        found = pattern.match(self._source, self._at)
+        if found is None:
+            raise ValueError("not a call")
+        self._skip(found.end())
+        return found
+
+    def _skip(self, at: int) -> None:
+        """Go on after the white space and comments at `at`."""
+        space = _SPACE.match(self._source, at)
+        self._at = at if space is None else space.end()
+
+
+def _number(text: str) -> int | float:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes in the model's strings
-            tree = ast.parse(source.strip(), mode="eval").body
-        if not isinstance(tree, ast.List) or not tree.elts:
-            raise ValueError("a list of calls is required")
-        return [_call(node) for node in tree.elts]
-    except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"not Python: {error}") from error
+        return int(text, 0)
+    except ValueError:
+        if not set(".eE") & set(text):  # 007
+            raise
+        return float(text)
 
 
-def _call(node: ast.AST) -> tuple[str, str]:
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("calls have keyword arguments only")
-    arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-    return _dotted(node.func), to_json(arguments)
+def _text(found: re.Match[str]) -> str:
+    """Return the value of a string literal."""
+    body = found["double"] if found["single"] is None else found["single"]
+    return body if found["prefix"] in ("r", "R") else _ESCAPE.sub(_character, body)
 
 
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    raise ValueError("a function is a name")
-
-
-def _value(node: ast.AST) -> Any:
-    """Return the JSON value of a literal. Raises ValueError for anything else."""
-    match node:
-        case ast.Constant(value=str() | bool() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-    raise ValueError("arguments are literals")
-
-
-def _key(node: ast.AST | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("keys are strings")
+def _character(found: re.Match[str]) -> str:
+    escape = found[0][1:]
+    if escape in _ESCAPED:
+        return _ESCAPED[escape]
+    if escape[0] in "01234567":
+        return chr(int(escape, 8))
+    if escape[0] in "xuU" and len(escape) > 1:
+        return chr(int(escape[1:], 16))
+    if escape[0] == "N" and len(escape) > 1:
+        try:
+            return unicodedata.lookup(escape[2:-1])
+        except KeyError as error:
+            raise ValueError("there is no such character") from error
+    if escape[0] in "xuUN":
+        raise ValueError("an escape is not complete")
+    return found[0]  # Python keeps an escape that it doesn't know

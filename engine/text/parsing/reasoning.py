@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.text.parsing.markers import held_back
+from engine.text.parsing.markers import held_back, without_cut_marker
 from engine.text.parsing.parts import Content, Part, Reasoning
 
 
@@ -44,7 +44,8 @@ class ReasoningSplitter:
         self._is_reasoning = is_open
         self._may_begin = True  # the first marker may still come
         self._pending = ""
-        self._space = ""  # whitespace within the reasoning, dropped at its end
+        self._lead: list[str] = []  # whitespace before a first marker that may still come
+        self._space: list[str] = []  # whitespace within the reasoning, dropped at its end
         self._has_text = False  # the reasoning has begun with other than whitespace
         self._strip_content = False
 
@@ -60,13 +61,16 @@ class ReasoningSplitter:
         text, self._pending = self._pending + text, ""
         if self._may_begin:
             stripped = text.lstrip()
+            if self._format.begin.startswith(stripped) and stripped != self._format.begin:
+                self._lead.append(text[: len(text) - len(stripped)])
+                self._pending = stripped
+                return []
             if stripped.startswith(self._format.begin):
                 self._is_reasoning = True
                 text = stripped[len(self._format.begin) :]
-            elif self._format.begin.startswith(stripped):
-                self._pending = text
-                return []
-            self._may_begin = False
+            else:
+                text = "".join(self._lead) + text
+            self._may_begin, self._lead = False, []
         if not self._is_reasoning:
             return self._content(text)
         reasoning, marker, content = text.partition(self._format.end)
@@ -77,18 +81,20 @@ class ReasoningSplitter:
         self._pending = text[len(text) - held :]
         return self._reasoning(text[: len(text) - held])
 
-    def finish(self) -> list[Part]:
-        """Return the parts held back at the end of the output."""
-        pending, self._pending = self._pending, ""
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Return the parts held back at the end of the output. A part of a marker is left out of a cut output."""
+        pending = without_cut_marker(self._pending) if is_cut else self._pending
+        pending, self._pending, self._lead = "".join(self._lead) + pending, "", []
         return self._reasoning(pending) if self._is_reasoning else self._content(pending)
 
     def _reasoning(self, text: str) -> list[Part]:
         shown = text.rstrip() if self._has_text else text.strip()
         if not shown:
-            self._space += text if self._has_text else ""
+            if self._has_text:
+                self._space.append(text)
             return []
-        found = Reasoning(self._space + shown)
-        self._space = text[len(text.rstrip()) :]
+        found = Reasoning("".join(self._space) + shown)
+        self._space = [text[len(text.rstrip()) :]]
         self._has_text = True
         return [found]
 

@@ -1,14 +1,16 @@
 """Find tool calls in text that arrives in pieces.
 
 The result doesn't depend on how the text is cut. A call is returned when it is complete; a malformed one, or one of an
-unknown function, stays in the content with its markers.
+unknown function, stays in the content with its markers. The time is proportional to the text, whatever it holds.
 """
 
 from __future__ import annotations
 
 from engine.text.parsing.formats import Block, Closed, Format
-from engine.text.parsing.markers import held_back
+from engine.text.parsing.markers import held_back, without_cut_marker
 from engine.text.parsing.parts import Content, Part, ToolCall
+
+MAX_PIECE_CHARS = 4096  # longer text is read in pieces: each block copies the rest of its piece
 
 
 class ToolCallParser:
@@ -21,9 +23,9 @@ class ToolCallParser:
         self._format = format_
         self._max_calls = max_calls
         self._block: Block | None = None
-        self._raw: list[str] = []  # the open block's text, with its opener
+        self._raw: list[str] = []  # the open block's text; its opener comes first
         self._pending = ""  # text that may become an opener or closer
-        self._space = ""  # whitespace that belongs to the content if no call follows
+        self._space: list[str] = []  # whitespace that belongs to the content if no call follows
         self._calls = 0
         self._at_start = True  # only whitespace so far
         self._after_call = False  # only whitespace since the last call
@@ -32,23 +34,37 @@ class ToolCallParser:
     def feed(self, text: str) -> list[Part]:
         """Return the parts that `text` completes."""
         parts: list[Part] = []
-        while text:
-            text = self._in_content(text, parts) if self._block is None else self._in_block(self._block, text, parts)
+        for start in range(0, len(text), MAX_PIECE_CHARS):
+            piece = text[start : start + MAX_PIECE_CHARS]
+            while piece:
+                block = self._block
+                piece = self._in_content(piece, parts) if block is None else self._in_block(block, piece, parts)
         return parts
 
-    def finish(self) -> list[Part]:
-        """Return the parts held back at the end of the output."""
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Return the parts held back at the end of the output.
+
+        `is_cut`: a limit or a stop string ended the output. An unfinished call or marker at its end is left out.
+        """
         parts: list[Part] = []
-        if self._block is not None:
-            calls, raw = self._block.finish(), "".join(self._raw)
+        while self._block is not None:
+            closed, raw = self._block.finish(is_cut), "".join(self._raw)
+            is_call = self._raw[0] not in self._format.first_openers or self._format.may_begin_call(raw)
             self._block, self._raw = None, []
-            if not self._add_calls(calls, parts):
-                self._add_content(raw, parts)
-        self._add_content(self._pending, parts)
-        self._pending = ""
-        if self._space and not self._calls:
-            parts.append(Content(self._space))
-        self._space = ""
+            if self._add_calls(closed.calls, parts) or (is_cut and is_call):
+                self._space = []
+            else:
+                self._add_content(raw[: len(raw) - len(closed.rest)], parts)
+            parts += self.feed(closed.rest)
+        pending, self._pending = self._pending, ""
+        is_marker = pending and (self._after_call or not without_cut_marker(pending))
+        if self._may_close or (is_cut and is_marker):
+            self._space = []  # a part of a closer, or of an opener
+        else:
+            self._add_content(pending, parts)
+        if any(self._space) and not self._calls:
+            parts.append(Content("".join(self._space)))
+        self._space = []
         return parts
 
     @property
@@ -60,12 +76,12 @@ class ToolCallParser:
         """Read content up to an opener; return the rest, which is in its block."""
         text, self._pending = self._pending + text, ""
         if self._may_close:
-            stripped = text.lstrip()
-            closer = next((one for one in self._format.closers if stripped.startswith(one)), None)
+            text = text.lstrip()
+            closer = next((one for one in self._format.closers if text.startswith(one)), None)
             if closer is not None:
                 self._may_close = False
-                return stripped[len(closer) :]
-            if not stripped or any(one.startswith(stripped) for one in self._format.closers):
+                return text[len(closer) :]
+            if any(one.startswith(text) for one in self._format.closers):
                 self._pending = text
                 return ""
             self._may_close = False
@@ -111,19 +127,19 @@ class ToolCallParser:
         for name, arguments in calls:
             parts.append(ToolCall(self._calls, name, arguments))
             self._calls += 1
-        self._space = ""
+        self._space = []
         self._at_start, self._after_call, self._may_close = False, True, bool(self._format.closers)
         return True
 
     def _add_content(self, text: str, parts: list[Part]) -> None:
         shown = text.rstrip()
         if not shown:
-            self._space += text
+            self._space.append(text)
             return
-        before = "" if self._after_call else self._space
-        content = before + (shown.lstrip() if self._after_call else shown)
-        if parts and isinstance(parts[-1], Content):
-            content = parts.pop().text + content  # type: ignore[union-attr]  # it is content
-        parts.append(Content(content))
-        self._space = text[len(shown) :]
+        if self._after_call:
+            shown = shown.lstrip()
+        else:
+            parts += [Content(space) for space in self._space if space]
+        parts.append(Content(shown))
+        self._space = [text[len(text.rstrip()) :]]
         self._at_start = self._after_call = self._may_close = False

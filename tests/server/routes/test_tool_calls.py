@@ -258,3 +258,48 @@ def test_a_budget_that_can_not_be_kept_beside_a_constraint_is_named(reasoning_se
         error = reasoning_server.post(CHAT, body).json()["error"]
         assert error["param"] == "thinking_token_budget"
         assert re.match("thinking_token_budget: </think> is .* tokens of the model, and must be one", error["message"])
+
+
+def test_a_call_that_a_limit_cuts_is_no_content(long_server):
+    """The same for a whole answer and its stream: complete calls stay, and no part of the last one is shown."""
+    text, object_end = f"I look.\n{NOW}\n{CALL}", len("\n</tool_call>")
+
+    def tokens(part):
+        return len(long_server.answer("/tokenize", {"prompt": part})["tokens"])
+
+    one, both = tokens(f"I look.\n{NOW[:-object_end]}"), tokens(text[:-object_end])
+    for limit in (one // 2, one - 3, one + 2, one + 5, both - 20, both - 3, both + 2):
+        message, finish = answered(long_server, says(long_server, text, tools=TOOLS) | {"max_tokens": limit})
+        names = [call["name"] for call in message["tool_calls"]]
+        assert names == ([] if limit < one else ["now"] if limit < both else ["now", "weather"]), limit
+        assert message["content"].removesuffix("\n<") == "I look." and finish == "length", limit
+
+
+def test_a_call_that_a_stop_string_cuts_is_no_content(long_server):
+    body = says(long_server, f"I look.\n{CALL}", tools=TOOLS, stop=['"days"'])
+    message, finish = answered(long_server, body)
+    assert message == {"content": "I look.", "tool_calls": []} and finish == "stop"
+
+
+def test_a_call_that_a_limit_cuts_is_no_content_of_other_apis(long_server):
+    text = f"I look.\n{CALL}"
+    size = len(long_server.answer("/tokenize", {"prompt": text})["tokens"])
+    common = says(long_server, text) | {"model": long_server.http.get("/v1/models").json()["data"][0]["id"]}
+    del common["messages"], common["max_tokens"]
+    function = {"name": "weather", "parameters": SCHEMA}
+    for limit in (size - 30, size - 20):
+        body = common | {
+            "messages": MESSAGES,
+            "max_tokens": limit,
+            "tools": [{"name": "weather", "input_schema": SCHEMA}],
+        }
+        message = long_server.answer("/v1/messages", body)
+        assert message["content"] == [{"type": "text", "text": "I look."}] and message["stop_reason"] == "max_tokens"
+        lines = long_server.post("/v1/messages", body | {"stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        shown = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(shown) == "I look."
+        body = common | {"input": "red", "max_output_tokens": limit, "tools": [{"type": "function", **function}]}
+        response = long_server.answer("/v1/responses", body)
+        [item] = response["output"]
+        assert item["content"][0]["text"] == "I look." and response["status"] == "incomplete"
