@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,20 +81,59 @@ class Conversation:
         if self.documents and not reads(template, "documents"):
             raise RequestError("the model's chat template doesn't read documents; remove them", param="documents")
 
-    def as_text(self) -> list[dict[str, Any]]:
+    def as_text(self, in_user: bool = False) -> list[dict[str, Any]]:
         """Return messages for a template that knows no tools: tools, calls and their results written as text.
 
-        The format is Hermes'. Results become messages of the user.
+        The format is Hermes'. Results become messages of the user, joined with the user's messages next to them, since
+        many templates want user and assistant in turn. The tools are described in the system message; with `in_user`,
+        for a template without one, in the first message of the user.
         """
-        messages = [_plain(message) for message in self.messages]
-        if self.tools:
-            functions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
-            described = _TOOL_PROMPT.format(tools=functions)
-            if messages and messages[0]["role"] == "system":
-                messages[0]["content"] = f"{messages[0]['content']}\n\n{described}"
-            else:
-                messages.insert(0, {"role": "system", "content": described})
+        messages: list[dict[str, Any]] = []
+        was_written = False
+        for message in self.messages:
+            plain, is_written = _plain(message), message["role"] == "tool" or bool(message.get("tool_calls"))
+            if messages and messages[-1]["role"] == plain["role"] and (is_written or was_written):
+                plain["content"] = "\n".join(filter(None, (messages.pop()["content"], plain["content"])))
+                is_written = True
+            messages.append(plain)
+            was_written = is_written
+        if not self.tools:
+            return messages
+        role = "user" if in_user else "system"
+        first = next((one for one in messages[: None if in_user else 1] if one["role"] == role), None)
+        if first is None:
+            messages.insert(0, {"role": role, "content": self._described_tools})
+        elif in_user:
+            first["content"] = f"{self._described_tools}\n\n{first['content']}"
+        else:
+            first["content"] = f"{first['content']}\n\n{self._described_tools}"
         return messages
+
+    def render_as_text(self, render: Callable[[list[dict[str, Any]]], str]) -> str:
+        """Return what `render` makes of the messages of `as_text`.
+
+        A template that refuses or drops a system message gets the description of the tools in the first message of the
+        user. A system message of the request stays one. Raises what `render` raises: RequestError.
+        """
+        if not self.tools:
+            return render(self.as_text())
+        try:
+            text: str | None = render(self.as_text())
+        except RequestError:
+            text = None
+        if text is not None and self._described_tools in text:
+            return text
+        try:
+            return render(self.as_text(in_user=True))
+        except RequestError:
+            if text is None:
+                raise
+            return text
+
+    @property
+    def _described_tools(self) -> str:
+        functions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
+        return _TOOL_PROMPT.format(tools=functions)
 
 
 def reads(template: str, name: str) -> bool:

@@ -211,14 +211,18 @@ class Tokenizer:
         }
         if conversation.documents:
             options["documents"] = list(conversation.documents)
-        if conversation.template is not None:
-            return self._render_own(conversation, takes_tools, options)
+        apply = self._apply if conversation.template is None else self._apply_own
+        if takes_tools:
+            return apply(list(conversation.messages), conversation, options)
+        return conversation.render_as_text(lambda messages: apply(messages, conversation, options))
+
+    def _apply(self, messages: list[Any], conversation: Conversation, options: dict[str, Any]) -> str:
         from jinja2.exceptions import TemplateError  # here: a start needs no templates
 
         try:
             return self.prepare_chat().apply_chat_template(
-                list(conversation.messages) if takes_tools else conversation.as_text(),
-                chat_template=template,
+                messages,
+                chat_template=self.chat_template(with_tools=bool(conversation.tools)),
                 tokenize=False,
                 continue_final_message=conversation.continue_final_message,
                 **options,
@@ -228,9 +232,8 @@ class Tokenizer:
                 f"the model's chat template can't render these messages: {error}", param="messages"
             ) from error
 
-    def _render_own(self, conversation: Conversation, takes_tools: bool, options: dict[str, Any]) -> str:
+    def _apply_own(self, messages: list[Any], conversation: Conversation, options: dict[str, Any]) -> str:
         special = {name: value for name, value in self._special.items() if value is not None}
-        messages = list(conversation.messages) if takes_tools else conversation.as_text()
         try:
             text = request_template.render(str(conversation.template), special | options | {"messages": messages})
         except request_template.TemplateFailed as error:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
 from server.schemas.foreign_fields import RESPONSES
-from server.schemas.requests import RANGES, ChatBody, Text, is_objects
+from server.schemas.requests import RANGES, ChatBody, Text, call_arguments, is_objects
 from server.schemas.tools import MAX_TOOLS
 from server.schemas.translation import SamplingExtensions, chat_body, translated_errors
 
@@ -256,6 +256,7 @@ class _Messages:
                 self._add_reasoning(item, place)
             elif kind == "function_call":
                 call = {name: _text(item, name, place) for name in ("call_id", "name", "arguments")}
+                call_arguments(call["arguments"], f"{place}.arguments", _param(place))
                 function = {"name": call["name"], "arguments": call["arguments"]}
                 turn = self._turn(place)
                 turn.setdefault("tool_calls", []).append(

@@ -438,8 +438,10 @@ class Message(Wire):
         fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         if "function_call" in fields:
             raise RequestError(f"{place}.function_call is not supported; use tool_calls", param="messages")
-        if fields.get("tool_calls"):
+        if "tool_calls" in fields:
             fields["tool_calls"] = _tool_calls(f"{place}.tool_calls", fields["tool_calls"])
+            if not fields["tool_calls"]:
+                del fields["tool_calls"]  # some templates take a list without calls for one with calls
         if "reasoning" in fields:
             fields.setdefault("reasoning_content", fields["reasoning"])
         role = "system" if self.role == "developer" else self.role
@@ -475,20 +477,33 @@ def _tool_calls(place: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{place}[{number}].function must be an object with a name", param="messages")
-        found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+        arguments = call_arguments(function.get("arguments"), f"{place}[{number}].function.arguments", "messages")
+        found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
 
-def _arguments(arguments: Any) -> Any:
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):  # a call that was cut off: the template gets its text
-        return arguments
-    return value if isinstance(value, dict) else arguments
+def call_arguments(arguments: Any, place: str, param: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call as the object that chat templates take: {} for none, "" and "null".
+
+    Raises RequestError naming `place`, a part of the field `param`.
+    """
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise RequestError(
+                f"{place} must be a JSON object as text, found {arguments[:80]!r}: {reason}; leave out a call that was "
+                "cut off",
+                param=param,
+            ) from error
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(
+            f"{place} must be a JSON object, found {str(arguments)[:80]!r}: send an object with the arguments by name",
+            param=param,
+        )
+    return value or {}
 
 
 Messages = Annotated[list[Message], Field(max_length=10_000, fail_fast=True, json_schema_extra={"minItems": 1})]
