@@ -214,7 +214,10 @@ class Tokenizer:
         apply = self._apply if conversation.template is None else self._apply_own
         if takes_tools:
             return apply(list(conversation.messages), conversation, options)
-        return conversation.render_as_text(lambda messages: apply(messages, conversation, options))
+        try:
+            return conversation.render_as_text(lambda messages: apply(messages, conversation, options))
+        except (TypeError, KeyError, AttributeError) as error:  # messages that the server has not checked
+            raise RequestError(f"the messages can't be written as text: {error!r}", param="messages") from error
 
     def _apply(self, messages: list[Any], conversation: Conversation, options: dict[str, Any]) -> str:
         from jinja2.exceptions import TemplateError  # here: a start needs no templates

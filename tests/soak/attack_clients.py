@@ -232,6 +232,23 @@ def echo_logprobs(attack: Attack) -> None:
     attack.repeat([(COMPLETIONS, json.dumps(body | {"stream": stream}).encode()) for stream in (False, True)], 1)
 
 
+def tool_markup(attack: Attack) -> None:
+    """Sixteen long outputs at a time of markers of tool calls, most of them without an end, whole and as streams."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "n": 8, "max_tokens": 600}
+    patterns = (
+        "(<tool_call>)+",
+        '(<tool_call>\\{"name": )+',
+        '<tool_call>\\{"name": "f", "arguments": \\{"a": (\\[|\\{"a":)+',
+    )
+    bodies = [
+        (CHAT, json.dumps(body | {"structured_outputs": {"regex": pattern}, "stream": stream}).encode())
+        for pattern in patterns
+        for stream in (True, False)
+    ]
+    attack.repeat(bodies)
+
+
 def leaving(attack: Attack) -> None:
     """Clients that leave at once, before or within their answer."""
     body = json.dumps({"prompt": "red fox", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
@@ -249,7 +266,7 @@ BODIES: dict[str, Callable[[], Bodies]] = {
 CLIENTS: dict[str, Callable[[Attack], None]] = {
     client.__name__: client
     for client in (
-        nothing, slow_readers, slow_bodies, slow_headers, trailers, large_batch, echo_logprobs, leaving,
+        nothing, slow_readers, slow_bodies, slow_headers, trailers, large_batch, echo_logprobs, tool_markup, leaving,
     )
 }  # fmt: skip
 ATTACKS = (*CLIENTS, *BODIES)

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from server.schemas import responses as wire
+from server.serving.tokenization import INLINE_CHARS
 from tests.server.conftest import running, tiny_config
 
 CHAT = "/v1/chat/completions"
@@ -262,17 +263,15 @@ def test_a_budget_that_can_not_be_kept_beside_a_constraint_is_named(reasoning_se
 
 def test_a_call_that_a_limit_cuts_is_no_content(long_server):
     """The same for a whole answer and its stream: complete calls stay, and no part of the last one is shown."""
-    text, object_end = f"I look.\n{NOW}\n{CALL}", len("\n</tool_call>")
-
-    def tokens(part):
-        return len(long_server.answer("/tokenize", {"prompt": part})["tokens"])
-
-    one, both = tokens(f"I look.\n{NOW[:-object_end]}"), tokens(text[:-object_end])
-    for limit in (one // 2, one - 3, one + 2, one + 5, both - 20, both - 3, both + 2):
-        message, finish = answered(long_server, says(long_server, text, tools=TOOLS) | {"max_tokens": limit})
+    body = says(long_server, f"I look.\n{NOW}\n{CALL}", tools=TOOLS)
+    [choice] = long_server.answer(CHAT, body | {"return_token_ids": True})["choices"]
+    ids, decode = choice["token_ids"], long_server.service.client.tokenizer.decode
+    for limit in range(8, len(ids) - 2, 9):
+        written = decode(ids[:limit])
+        message, finish = answered(long_server, body | {"max_tokens": limit})
         names = [call["name"] for call in message["tool_calls"]]
-        assert names == ([] if limit < one else ["now"] if limit < both else ["now", "weather"]), limit
-        assert message["content"].removesuffix("\n<") == "I look." and finish == "length", limit
+        assert names == ["now", "weather"][: written.count("}}")], written
+        assert message["content"].rstrip("\n<") == "I look." and finish == "length", written
 
 
 def test_a_call_that_a_stop_string_cuts_is_no_content(long_server):
@@ -303,3 +302,11 @@ def test_a_call_that_a_limit_cuts_is_no_content_of_other_apis(long_server):
         response = long_server.answer("/v1/responses", body)
         [item] = response["output"]
         assert item["content"][0]["text"] == "I look." and response["status"] == "incomplete"
+
+
+def test_a_long_answer_that_a_thread_parses_is_that_of_its_stream(long_server):
+    text = "red " * 1100
+    assert len(text) > INLINE_CHARS
+    message, finish = answered(long_server, says(long_server, f"{text}{NOW}", tools=TOOLS, max_tokens=2500))
+    assert message["content"] == text.rstrip() and [call["name"] for call in message["tool_calls"]] == ["now"]
+    assert finish == "tool_calls"
