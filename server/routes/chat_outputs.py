@@ -35,7 +35,7 @@ class OutputStream:
         parts = self._parser.feed(delta.text_delta)
         if delta.finish_reason is not None:
             parts += self._parser.finish(delta.is_cut)
-        return [delta for part in joined(parts) if (delta := self._owner.delta(part))]
+        return [found for part in joined(parts) if (found := self._owner.delta(part))]
 
     def finish_reason(self, reason: str) -> str:
         """Return OpenAI's finish reason."""

@@ -93,6 +93,11 @@ def _add_declared(found: dict[str, Any], schema: Any, root: Schema, seen: set[in
             _add_declared(found, part, root, seen, depth - 1)
 
 
+def tells_nothing(schema: Schema) -> bool:
+    """Whether a schema has annotations only."""
+    return not set(schema) - _ANNOTATIONS - _DEFINITIONS
+
+
 def choices_of(schema: Schema, root: Schema) -> list[str] | None:
     """Return the strings that a schema of strings allows; None if it does not list them."""
     schema = resolved(schema, root)

@@ -14,7 +14,14 @@ from typing import Any
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import Reasoning, StructuredOutputs
 from engine.text.grammars.schemas import tag_parts
-from engine.text.parsing.call_schemas import choices_of, properties_of, refuse_strict, required_of, types_of
+from engine.text.parsing.call_schemas import (
+    choices_of,
+    properties_of,
+    refuse_strict,
+    required_of,
+    tells_nothing,
+    types_of,
+)
 from engine.text.parsing.formats import Format
 from engine.text.parsing.tool_use import ToolUse
 
@@ -183,6 +190,8 @@ class CallTags:
     def _untagged(self, function: str, key: str, schema: Mapping[str, Any]) -> Tag:
         """Return the format of a value between tags: strings are written without quotes."""
         place = self._place_of(function, key)
+        if tells_nothing(schema):  # the parser reads objects and arrays as JSON, and the rest as a string
+            return ANY_TEXT
         if types_of(schema, schema) != {"string"}:
             return self._value(function, schema, place)
         choices = choices_of(schema, schema)
