@@ -51,8 +51,8 @@ class StructuredOutputs:
 
     - disable_any_whitespace: JSON without spaces and line breaks between its tokens.
     - disable_additional_properties: objects whose schema does not mention `additionalProperties` allow none.
-    - whitespace_pattern: a regular expression for the whitespace between JSON tokens; it must match the empty string,
-      or whitespace is optional anyway.
+    - whitespace_pattern: a regular expression for the whitespace between JSON tokens, which is optional in any case.
+      Without it: a space, or a line break with an indentation of up to 40 spaces or 10 tabs.
 
     reasoning: what may precede the constrained part; the server sets it for a model that reasons.
 
@@ -111,6 +111,10 @@ class StructuredOutputs:
     def kind(self) -> str:
         """The name of the constraint that is set, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def closed(self) -> StructuredOutputs:
+        """Return this constraint with `disable_additional_properties`, if it is a JSON schema."""
+        return dataclasses.replace(self, disable_additional_properties=True) if self.kind == "json" else self
 
     def error(self, message: str, place: str = "") -> RequestError:
         """Return a RequestError; `message` follows the name of the caller's field: `place`, or the constraint's."""

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from engine.protocol.structured_outputs import StructuredOutputs
 from engine.text.grammars.lark import GrammarBuilder
 from engine.text.grammars.schemas import subschemas, tag_parts, without_unreadable
+from engine.text.grammars.structural_tags import PartError
 from engine.text.grammars.translation import BudgetError, translate, whitespace_options
 
 MAX_ERROR_CHARS = 400
@@ -69,9 +70,11 @@ def check(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> tuple[LLMatcher
         return None, "", Refusal(" is nested too deeply")
     except BudgetError as error:
         return None, "", Refusal(f": {error}", "thinking_token_budget")
+    except PartError as error:
+        return None, "", Refusal(explained(str(error)), error.place)
     except ValueError as error:
         reason = explained(str(error))
-        return None, "", Refusal(reason if reason.startswith(".") else f": {reason}")
+        return None, "", Refusal(reason if reason.startswith((".", ":")) else f": {reason}")
     if matcher.is_error():
         return None, "", _refusal(outputs, matcher.get_error(), tokenizer)
     return matcher, grammar, None
@@ -103,7 +106,10 @@ def _compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 def _schema_error(schema: Any, tokenizer: LLTokenizer, **options: Any) -> str:
     """Return the error of a JSON schema by itself; "" without one."""
     builder = GrammarBuilder(tokenizer)
-    return _compiled(builder.build(builder.schema(schema, **options)), tokenizer).get_error()
+    try:
+        return _compiled(builder.build(builder.schema(schema, **options)), tokenizer).get_error()
+    except ValueError as error:
+        return str(error)
 
 
 def _relaxed(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> StructuredOutputs:

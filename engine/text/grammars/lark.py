@@ -13,10 +13,14 @@ from typing import Any
 from llguidance import LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.text.grammars.schemas import any_of_constants
+from engine.text.grammars.closing import Closing, close_objects
+from engine.text.grammars.keywords import exact, string_options
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
-"""Whitespace between JSON tokens: enough for an indented line, and bounded, since a weak model may never end it."""
+WHITESPACE = r"(\x20|\x0D?\x0A(\x20{0,40}|\x09{0,10}))?"
+"""Whitespace between JSON tokens: nothing, a space, or a line break and an indentation of up to ten levels of 4.
+
+A weak model may otherwise write line breaks to max_tokens.
+"""
 
 _HEADER = '%llguidance {"no_forcing": true}'
 # Digits and word characters are ASCII, as in JavaScript and JSON schemas.
@@ -63,13 +67,21 @@ class GrammarBuilder:
         """Match a regular expression."""
         return f"/{regex_to_lark(regex, _ASCII_CLASSES)}/"
 
-    def schema(self, schema: Any, **options: Any) -> str:
-        """Match JSON that follows a schema. `options`: llguidance's x-guidance. Raises ValueError for false."""
+    def schema(self, schema: Any, closing: Closing | None = None, lenient: bool = False, **options: Any) -> str:
+        """Match JSON that follows a schema. `options`: llguidance's x-guidance.
+
+        `lenient`: leave out keywords that can't be followed. Raises ValueError with the path of such a part otherwise,
+        and for false.
+        """
         if schema is False:
-            raise ValueError("the schema is false, which no value satisfies")
-        schema = {} if schema is True else any_of_constants(schema)
+            raise ValueError(": the schema is false, which no value satisfies")
+        schema = {} if schema is True else schema
+        if closing is not None:
+            schema = close_objects(schema, closing, lenient)
+        schema = exact(schema, lenient)
+        options = {"whitespace_pattern": WHITESPACE, "lenient": lenient, **string_options(schema, lenient), **options}
         # The caller's own x-guidance could switch off the refusal of unsupported keywords.
-        return self._name({"json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE} | options}})
+        return self._name({"json_schema": {**schema, "x-guidance": options}})
 
     def grammar(self, text: str) -> str:
         """Match a grammar in Lark or GBNF. Raises ValueError if it is neither."""

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 # Keywords by what they hold: a schema, a list of schemas, or an object of schemas by name.
 _ONE = (
@@ -13,6 +14,10 @@ _ONE = (
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
+) | {"$defs", "definitions"}
+"""Keywords that say nothing about a value."""
 _OBJECTS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 
@@ -33,6 +38,36 @@ def subschemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
         if keyword in _OBJECTS and isinstance(value, dict):
             for name, one in value.items():
                 yield from subschemas(one, f"{path}.{keyword}.{name}")
+
+
+def reachable(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what `subschemas` yields, and the schemas in other places that references within the schema lead to."""
+    seen: set[int] = set()
+    waiting = [("", schema)]
+    while waiting:
+        start, part = waiting.pop()
+        for path, one in subschemas(part, start):
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            yield path, one
+            target = referred(one.get("$ref"), schema)
+            if target is not None and id(target) not in seen:
+                waiting.append((one["$ref"].removeprefix("#").replace("/", "."), target))
+
+
+def referred(reference: Any, root: Any) -> dict[str, Any] | None:
+    """Return the object that a reference within the schema `root` leads to; None if it leads to none."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 _PARTS = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}  # type of a part -> its key
@@ -72,19 +107,6 @@ def without_unreadable(schema: Any, is_readable: Callable[[str], bool]) -> Any:
     return schema
 
 
-def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which objects allow no properties beyond those that their schema names.
-
-    Changes schemas of objects that mention neither additionalProperties nor patternProperties.
-    """
-    schema = copy.deepcopy(schema)
-    for _, one in subschemas(schema):
-        is_object = "properties" in one or "object" in (one.get("type"), *_types(one))
-        if is_object and "additionalProperties" not in one and "patternProperties" not in one:
-            one["additionalProperties"] = False
-    return schema
-
-
 def any_of_constants(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in which `oneOf` is `anyOf` where its alternatives are different constants.
 
@@ -110,8 +132,3 @@ def _are_distinct(alternatives: list[Any]) -> bool:
             return False  # floats, lists and objects have several texts for one value
         seen += {json.dumps(value) for value in values}
     return len(seen) == len(set(seen))
-
-
-def _types(schema: dict[str, Any]) -> list[Any]:
-    found = schema.get("type")
-    return found if isinstance(found, list) else []

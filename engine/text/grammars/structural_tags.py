@@ -3,8 +3,9 @@
 In the texts of a tag, the spelling of a special token stands for the token itself: a parser of the output looks for the
 token. Free text holds no special tokens.
 
-Tags of tool calls have two more keys. `lenient`: keywords of the schema that can't be followed are ignored. `place`:
-the field of the caller's request that a part is made of, for error messages.
+Tags of tool calls have more keys. `lenient`: keywords of the schema that can't be followed are ignored. `closed`: which
+objects allow only the properties that they name, "strict" or "declared" (closing.py). `place`: the field of the
+caller's request that a part is made of, for error messages.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.text.grammars.closing import CLOSINGS
 from engine.text.grammars.lark import GrammarBuilder
 
 MAX_DEPTH = 64
+
+
+class PartError(ValueError):
+    """A JSON schema in a tag can't be followed. The message follows `place`, or begins with the path in the tag."""
+
+    def __init__(self, message: str, place: str):
+        super().__init__(message)
+        self.place = place
 
 
 def tag_rule(builder: GrammarBuilder, tag: Mapping[str, Any]) -> str:
@@ -75,11 +85,17 @@ class _Tags:
         return self._builder.text(_text(value, "value", path, may_be_empty=True))
 
     def _json_schema(self, value: Mapping[str, Any], path: str, depth: int) -> str:
-        _known(value, path, ("type", "json_schema", "lenient", "place"))
+        _known(value, path, ("type", "json_schema", "lenient", "closed", "place"))
         schema = value.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise ValueError(f"{path}.json_schema must be a JSON schema; found {schema!r}")
-        return self._builder.schema(schema, **({"lenient": True} if _flag(value, "lenient", path) else {}))
+        closing, place = value.get("closed"), value.get("place", "")
+        if closing not in (None, *CLOSINGS):
+            raise ValueError(f"{path}.closed must be one of {', '.join(CLOSINGS)}; found {closing!r}")
+        try:
+            return self._builder.schema(schema, closing, _flag(value, "lenient", path))
+        except ValueError as error:
+            raise PartError(f"{'' if place else f'{path}.json_schema'}{error}", place) from error
 
     def _regex(self, value: Mapping[str, Any], path: str, depth: int) -> str:
         _known(value, path, ("type", "pattern", "place"))

@@ -9,8 +9,8 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from engine.protocol.structured_outputs import StructuredOutputs
+from engine.text.grammars.closing import Closing
 from engine.text.grammars.lark import GrammarBuilder, escaped
-from engine.text.grammars.schemas import close_objects
 from engine.text.grammars.structural_tags import tag_rule
 
 _AFTER_REASONING = r"/[ \n]{0,4}/"
@@ -55,9 +55,8 @@ def _json_object(outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
 
 
 def _schema(schema: Any, outputs: StructuredOutputs, builder: GrammarBuilder) -> str:
-    if outputs.disable_additional_properties and isinstance(schema, dict):
-        schema = close_objects(schema)
-    return builder.schema(schema, **whitespace_options(outputs))
+    closing: Closing | None = "strict" if outputs.disable_additional_properties else None
+    return builder.schema(schema, closing, **whitespace_options(outputs))
 
 
 def whitespace_options(outputs: StructuredOutputs) -> dict[str, Any]:

@@ -31,12 +31,13 @@ ANY_TEXT: Tag = {"type": "any_text"}
 
 def constrained(
     format_: type[Format] | None, use: ToolUse | None, answer: StructuredOutputs | None, reasoning: Reasoning | None,
-    has_special: Callable[[str], bool],
+    has_special: Callable[[str], bool], closes_arguments: bool = True,
 ) -> StructuredOutputs | None:  # fmt: skip
     """Return the constraint of a chat output; None if there is nothing to enforce.
 
     Calls are enforced if they are required or a function is strict. Otherwise the output may be `answer`, or any text,
-    or calls. `has_special` says whether a marker is a special token. Raises RequestError.
+    or calls. `has_special` says whether a marker is a special token. `closes_arguments`: the arguments of functions
+    that aren't strict have declared properties only, too. Raises RequestError.
     """
     if format_ is None or use is None or (answer is None and not use.required and not use.strict):
         if answer is not None:
@@ -45,7 +46,7 @@ def constrained(
             return None
         tag, field = ANY_TEXT, "thinking_token_budget"
     else:
-        calls = CallTags(use, has_special)
+        calls = CallTags(use, has_special, closes_arguments)
         field = "tools"
         if use.required:
             tag = calls.only(format_)
@@ -59,8 +60,8 @@ def constrained(
 class CallTags:
     """The structural tags of one request's calls."""
 
-    def __init__(self, use: ToolUse, has_special: Callable[[str], bool]):
-        self._use, self._has_special = use, has_special
+    def __init__(self, use: ToolUse, has_special: Callable[[str], bool], closes_arguments: bool = True):
+        self._use, self._has_special, self._closes_arguments = use, has_special, closes_arguments
 
     def only(self, format_: type[Format]) -> Tag:
         """Return the format of an output that is one call or more. Raises RequestError."""
@@ -102,12 +103,18 @@ class CallTags:
     def _value(self, function: str, schema: Mapping[str, Any], place: str) -> Tag:
         """Return the format of a JSON value: all of its schema is followed if the function is strict."""
         is_lenient = function not in self._use.strict
-        return {"type": "json_schema", "json_schema": dict(schema), "lenient": is_lenient, "place": place}
+        tag = {"type": "json_schema", "json_schema": dict(schema), "lenient": is_lenient, "place": place}
+        if is_lenient and not self._closes_arguments:
+            return tag
+        return {**tag, "closed": "declared" if is_lenient else "strict"}
 
     def _arguments(self, function: str) -> Tag:
         schema = self._use.functions[function]
-        is_typed = "type" in schema or "$ref" in schema
-        return self._value(function, schema if is_typed else {"type": "object", **schema}, self._place(function))
+        if "type" not in schema and "$ref" not in schema:
+            schema = {"type": "object", **schema}
+        if not _IN_PLACE & schema.keys():
+            schema = {"properties": {}, **schema}  # without properties, a function has no parameters
+        return self._value(function, schema, self._place(function))
 
     def _json_tags(self, before: str, key: str, after: str) -> list[Tag]:
         return [
@@ -234,6 +241,9 @@ def _unanchored(pattern: str) -> str:
     return (pattern[:-1] if end and not (end == 1 and escapes % 2) else pattern).removeprefix("^")
 
 
+_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf"}
+
+
 def _is_length(value: Any) -> bool:
     return type(value) is int and value >= 0
 
@@ -244,14 +254,16 @@ def _with_reasoning(answer: StructuredOutputs, reasoning: Reasoning | None) -> S
 
 def _as_tag(answer: StructuredOutputs) -> Tag:
     """Return a constraint as a structural tag, to be one of several possible outputs."""
-    if answer.disable_any_whitespace or answer.disable_additional_properties or answer.whitespace_pattern:
+    if answer.disable_any_whitespace or answer.whitespace_pattern:
         raise RequestError(
-            "options of structured_outputs can't be combined with tools: remove them", param="structured_outputs"
+            "whitespace options of structured_outputs can't be combined with tools: remove them",
+            param="structured_outputs",
         )
     place = answer.place_of(answer.kind)
     match answer.kind:
         case "json":
-            return {"type": "json_schema", "json_schema": json.loads(answer.json), "place": place}
+            closed = {"closed": "strict"} if answer.disable_additional_properties else {}
+            return {"type": "json_schema", "json_schema": json.loads(answer.json), "place": place, **closed}
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
         case "regex":

@@ -243,3 +243,44 @@ def test_free_text_holds_no_opener_of_a_call(name, text):
     assert not accepts(outputs, text) and accepts(outputs, "hi <there>, |all|")
     if name == "qwen3_coder":
         assert accepts(outputs, "hi <function=f>\n<parameter=a>\ntrue\n</parameter>\n</function>")
+
+
+# ---- arguments that the schema doesn't name ------------------------------------------------------------------------
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "o": {"type": "object", "properties": {"b": {}}}}}
+
+
+def hermes(arguments):
+    return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("closes", [True, False])
+def test_arguments_are_closed_unless_the_setting_opens_those_of_functions_that_are_not_strict(is_strict, closes):
+    def allows(schema, arguments):
+        use = ToolUse(functions={"f": schema}, strict=frozenset(["f"] if is_strict else []), required=True)
+        outputs = constrained(TOOL_FORMATS["hermes"], use, None, None, PLAIN[1].__contains__, closes_arguments=closes)
+        return accepts(outputs, hermes(arguments))
+
+    is_open = not is_strict and not closes
+    assert allows(OPEN, '{"a":1,"o":{"b":2}}')
+    assert allows(OPEN, '{"a":1,"x":2}') == allows(OPEN, '{"o":{"x":2}}') == is_open
+    for without in ({}, {"type": "object"}, {"type": "object", "properties": {}}):
+        assert allows(without, "{}") and allows(without, '{"x":2}') == is_open
+    free = {"type": "object", "properties": {"headers": {"type": "object"}}}
+    assert allows(free, '{"headers":{"x":2}}') == (not is_strict)  # a map: it declares no properties
+    for explicit in ({**OPEN, "additionalProperties": True}, {"type": "object", "additionalProperties": {}}):
+        assert allows(explicit, '{"x":2}')
+    whole = {"allOf": [OPEN, {"properties": {"c": {"type": "integer"}}}]}
+    assert allows(whole, '{"a":1,"c":2}') and allows(whole, '{"x":2}') == is_open
+
+
+def test_an_answer_that_is_closed_stays_closed_beside_tools():
+    answer = StructuredOutputs(json={"properties": {"result": {"type": "integer"}}}).closed()
+    outputs = constraint("hermes", ToolUse(functions=FUNCTIONS), answer=answer)
+    assert accepts(outputs, '{"result": 2}') and not accepts(outputs, '{"1+1": 1}')
+
+
+def test_whitespace_in_arguments_is_bounded():
+    outputs = constraint("hermes", ToolUse(functions={"f": OPEN}, required=True))
+    assert accepts(outputs, hermes('{\n  "a": 1\n}')) and not accepts(outputs, hermes('{\n\n"a": 1}'))
