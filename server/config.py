@@ -22,6 +22,7 @@ from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
 COMPATS = ("none", "vllm")
+CLOSE_OBJECTS = ("strict", "tools", "all")
 # An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
 CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container, its own limit
@@ -65,6 +66,8 @@ class ServerConfig(NamesFields):
         tool_call_parser: Format of the model's tool calls (engine.text.parsing.selection.TOOL_FORMATS); "auto": by the
             chat template; "none": tool calls stay in the text.
         reasoning_parser: Format of the model's reasoning, likewise.
+        close_objects: Where objects of JSON schemas that don't mention additionalProperties allow none. "strict": in
+            schemas with `strict: true`; "tools": in arguments of all tools, too; "all": in all schemas.
         response_store_entries, response_store_bytes: Maximum number and total size of stored responses of
             /v1/responses, with their conversations. The oldest are deleted first. 0 entries: store none.
         response_store_seconds: How long a response is stored.
@@ -101,6 +104,7 @@ class ServerConfig(NamesFields):
     in_process: bool = False
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    close_objects: str = "tools"
     response_store_entries: int = 1024
     response_store_bytes: int = 64 * 1024 * 1024
     response_store_seconds: float = 3600.0
@@ -145,7 +149,12 @@ class ServerConfig(NamesFields):
         _check_seconds("drain_seconds", self.drain_seconds, 0)
         tool_format(self.tool_call_parser, None)  # raises for an unknown name
         reasoning_format(self.reasoning_parser, None)
-        for name, allowed in (("compat", COMPATS), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        for name, allowed in (
+            ("compat", COMPATS),
+            ("close_objects", CLOSE_OBJECTS),
+            ("log_level", LOG_LEVELS),
+            ("log_format", LOG_FORMATS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
 

@@ -15,7 +15,7 @@ from engine import config as engine_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
-from server.config import COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
+from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 SERVER_HELP = {
     "host": "host name or IP address to listen on; one that other machines can reach requires API keys",
@@ -45,6 +45,8 @@ SERVER_HELP = {
     "tool_call_parser": "format of tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder; auto: by the chat "
     "template; none: off",
     "reasoning_parser": "format of reasoning: qwen3, deepseek_r1, mistral; auto: by the chat template; none: off",
+    "close_objects": "JSON schemas whose objects allow no additional properties unless they say so: with strict: true; "
+    "arguments of tools, too; or all",
     "response_store_entries": "maximum number of stored responses of /v1/responses; 0: store none",
     "response_store_bytes": "maximum size of all stored responses with their conversations",
     "response_store_seconds": "how long a response is stored",
@@ -90,6 +92,7 @@ CHOICES = {
     "logprobs_mode": engine_config.LOGPROBS_MODES,
     "kernels": engine_config.KERNELS,
     "compat": COMPATS,
+    "close_objects": CLOSE_OBJECTS,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
 }

@@ -179,7 +179,7 @@ class CountTokensBody(Wire):
                 raise RequestError(
                     f'{name} must be {{"type": "json_schema", "schema": {{…}}}}', param=name.partition(".")[0]
                 )
-            return {"structured_outputs": StructuredOutputs(json=schema, field=f"{name}.schema")}
+            return {"structured_outputs": StructuredOutputs(json=schema, field=f"{name}.schema").closed()}
         return {}
 
     def _output_config(self, name: str) -> Any:

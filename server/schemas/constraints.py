@@ -90,7 +90,8 @@ def _from_json_schema(value: Any) -> StructuredOutputs:
         raise RequestError(
             f"{place}.strict must be true or false; found {reprlib.repr(value['strict'])}", param="response_format"
         )
-    return StructuredOutputs(json=dict(value["schema"]), field=f"{place}.schema")
+    found = StructuredOutputs(json=dict(value["schema"]), field=f"{place}.schema")
+    return found.closed() if value.get("strict") else found
 
 
 def _check_keys(place: str, value: Mapping[str, Any], known: set[str]) -> None:

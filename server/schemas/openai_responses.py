@@ -230,7 +230,8 @@ class ResponsesBody(SamplingExtensions):
             )
         if not isinstance(found.get("schema"), dict):
             raise RequestError("text.format.schema must be a JSON schema as an object", param="text")
-        return {"structured_outputs": StructuredOutputs(json=found["schema"], field="text.format.schema")}
+        outputs = StructuredOutputs(json=found["schema"], field="text.format.schema")
+        return {"structured_outputs": outputs.closed() if found.get("strict") else outputs}
 
 
 class _Messages:

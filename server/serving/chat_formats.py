@@ -29,9 +29,16 @@ class OutputPlan:
 
 
 class ChatFormats:
-    """Formats by name or by the model's chat template. Raises ConfigError for a name that can't be used."""
+    """Formats by name or by the model's chat template. Raises ConfigError for a name that can't be used.
 
-    def __init__(self, tokenizer: Tokenizer | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
+    `close_objects`: as in ServerConfig.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO,
+        close_objects: str = "tools",
+    ):  # fmt: skip
+        self._close_objects = close_objects
         template = tokenizer.chat_template(with_tools=True) if tokenizer is not None else ""
         if template and not reads(template, "tools") and tool_parser == AUTO:
             tool_parser = "hermes"  # the format in which such a template gets its tools, as text
@@ -73,7 +80,11 @@ class ChatFormats:
         before = None
         if reasoning is not None and opened is not False:
             before = Reasoning(reasoning.begin, reasoning.end, bool(opened), budget)
-        constraint = constrained(tools, use, answer, before, self._specials.__contains__)
+        if answer is not None and self._close_objects == "all":
+            answer = answer.closed()
+        constraint = constrained(
+            tools, use, answer, before, self._specials.__contains__, closes_arguments=self._close_objects != "strict"
+        )
         if use is None and (reasoning is None or not separate_reasoning):
             return OutputPlan(None, constraint)
 

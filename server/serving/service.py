@@ -6,6 +6,7 @@ It also starts and closes the engine client and counts the sequences in flight. 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -155,7 +156,10 @@ class Service:
             await self.client.start()
             info = self.client.info()
             self.chat_formats = ChatFormats(
-                self.client.tokenizer, self.config.tool_call_parser, self.config.reasoning_parser
+                self.client.tokenizer,
+                self.config.tool_call_parser,
+                self.config.reasoning_parser,
+                self.config.close_objects,
             )
             tokens = Tokenization(
                 self.client.tokenizer,
@@ -372,6 +376,8 @@ class Service:
             reserved = max(1, params.min_tokens if params.max_tokens is None else params.max_tokens)
             kept = truncation.apply(ids, self.client.info().max_model_len, reserved)
             ids, prompt = kept, prompt if len(kept) == len(ids) else None
+        if params.structured_outputs is not None and self.config.close_objects == "all":
+            params = dataclasses.replace(params, structured_outputs=params.structured_outputs.closed())
         info = self.client.info()
         params.check_vocab(info.vocab_size)
         self.tokens.check(ids, param)
