@@ -101,6 +101,7 @@ class Client(Protocol):
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
         first_index: int = 0,
+        sender: str = "",
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
     async def abort(self, request_id: str) -> None: ...
@@ -233,15 +234,17 @@ class EngineClient:
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
         first_index: int = 0,
+        sender: str = "",
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
         iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
         and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `first_index` is the
-        number of sequences before these in the same request of a client with several prompts. Raises RequestError for
-        an invalid request, EngineDead if the engine ends, ReaderTooSlow if unread output exceeds the limit of
-        `engine.client.output_queue`, EngineError if a sequence fails.
+        number of sequences before these in the same request of a client with several prompts. `sender` says who sent
+        it, of all that share this client. Raises RequestError for an invalid request, EngineDead if the engine ends,
+        ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence
+        fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -267,6 +270,7 @@ class EngineClient:
                             seed=child.seed,
                             bad_word_ids=banned,
                             index=first_index + child.index,
+                            sender=sender,
                         )
                         for child in children
                     ]

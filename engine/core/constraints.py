@@ -63,15 +63,15 @@ class Constraints:
 
     # ---- before the scheduler --------------------------------------------------------------------------------------
 
-    def compile(self, params: SamplingParams, rank: int = 0) -> Future[CompiledGrammar]:
+    def compile(self, params: SamplingParams, rank: int = 0, client: str = "") -> Future[CompiledGrammar]:
         """Return the future of a constrained request's grammar. Raises RequestError if the model has no tokenizer.
 
-        `rank` as in GrammarCompiler.compile.
+        `rank`, `client`: as in GrammarCompiler.compile.
         """
         assert params.structured_outputs is not None
         if self._compiler is None:
             raise params.structured_outputs.error(": needs the model's tokenizer, and this model has none")
-        return self._compiler.compile(params.structured_outputs, rank)
+        return self._compiler.compile(params.structured_outputs, rank, client)
 
     def begin(self, request: EngineRequest) -> bool:
         """Start a constrained request. Returns whether it may be scheduled now; else `compiled` returns it later.
@@ -90,7 +90,7 @@ class Constraints:
             raise
 
     def _begin_grammar(self, request: EngineRequest) -> bool:
-        future = self.compile(request.params, request.index)
+        future = self.compile(request.params, request.index, request.sender)
         if not future.done():
             self._compiling[request.request_id] = (request, future)
             return False

@@ -49,6 +49,7 @@ class EngineRequest:
     priority: int = 0  # lower values run first
     arrival_time: float = field(default_factory=time.monotonic)  # seconds, time.monotonic
     index: int = 0  # number of sequences of the same client request before it; they make way for other requests
+    sender: str = ""  # who sent it, of all that share the engine: their slow grammars don't hold up each other's
     seed: int | None = None  # int64, set at construction: params.seed, else random
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
 

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.http.errors import WireError, error_response
+from server.http.sender import SENDER, sender_of
 from server.keys import ADMIN_KEYS, Keys
 
 # Routes for monitoring, load balancers and browsers. All others need an API key if any is configured.
@@ -42,7 +43,7 @@ class KeyMiddleware:
     """ASGI middleware that refuses requests without an accepted key before their body is read.
 
     Sets `state["is_admin"]`: whether the request has an admin key, as its key or in X-Admin-Key. Sets `state["owner"]`:
-    who may read what the request stores, a digest of its key; "" if inference requires none.
+    who may read what the request stores, a digest of its key; "" if inference requires none. Sets SENDER.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys):
@@ -60,7 +61,8 @@ class KeyMiddleware:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["owner"] = self.keys.owner(presented)
+            owner = scope.setdefault("state", {})["owner"] = self.keys.owner(presented)
+            SENDER.set(sender_of(scope, owner))
             scope["state"]["is_admin"] = self.keys.is_admin(presented) or self.keys.is_admin(headers.get("x-admin-key"))
         await self.app(scope, receive, send)
 

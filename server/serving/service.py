@@ -24,6 +24,7 @@ from server.config import ServerConfig
 from server.http.connections import ACCEPTING
 from server.http.errors import WireError
 from server.http.json_text import encoded
+from server.http.sender import SENDER
 from server.http.streaming import WriteEvent, event, large_event
 from server.observability.metrics import RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
@@ -422,6 +423,7 @@ class Service:
             on_end=reservation.release,
             on_hidden_states=partial(self.outputs.add_hidden_states, reservation.logprobs),
             first_index=first_index,
+            sender=SENDER.get(),
         )
         reservation.engine_ids.add(engine_id)
         try:

@@ -1,4 +1,4 @@
-"""Threads for templates and long texts: lanes by size, a time limit, and a shutdown that waits for none of them."""
+"""Threads for templates and long texts: lanes by size, fair places, a time limit, a shutdown that waits for none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import ctypes
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, TypeVar
 
+from engine.utils.fair_queue import FairQueue, Ticket
 from server.http.errors import WireError
+from server.http.sender import SENDER
 
 T = TypeVar("T")
 
@@ -39,11 +42,12 @@ class TextThreads:
     """Runs functions in daemon threads. The work of one lane never waits for that of another.
 
     Each piece of work has a thread of its own, so that one can be interrupted without harm to the next. At most
-    LANE_THREADS of a lane run at a time, also if their requests were cancelled.
+    LANE_THREADS of a lane run at a time, also if their requests were cancelled. The places of a lane are shared fairly
+    between the senders of requests.
     """
 
     def __init__(self) -> None:
-        self._lanes = {lane: asyncio.Semaphore(LANE_THREADS) for lane in Lane}
+        self._lanes = {lane: _Places() for lane in Lane}
         self._running: set[_WorkThread] = set()
         self._is_closed = False
 
@@ -54,22 +58,23 @@ class TextThreads:
             thread.interrupt()
             thread.finish(None, _closing())  # gives its place to the next call, which sees that all is over
 
-    async def run(self, work: Callable[[], T], lane: Lane, seconds: float | None = None) -> T:
+    async def run(self, work: Callable[[], T], lane: Lane, seconds: float | None = None, rank: int = 0) -> T:
         """Return the result of `work`, which runs in a thread of a lane.
 
-        Raises TimeoutError if it takes longer than `seconds`, and interrupts it. That works between two instructions of
-        Python, so for any loop, but not inside one call of C code. None: no limit, for code that can't be interrupted.
+        Work of a higher `rank` makes way for other work of the same sender. Raises TimeoutError if the work takes
+        longer than `seconds`, and interrupts it. That works between two instructions of Python, so for any loop, but
+        not inside one call of C code. None: no limit, for code that can't be interrupted.
         """
         places = self._lanes[lane]
-        await places.acquire()
+        ticket = await places.acquire(SENDER.get(), rank)
         if self._is_closed:
-            places.release()
+            places.release(ticket)
             raise _closing()
-        thread = _WorkThread(work, asyncio.get_running_loop(), places)
+        thread = _WorkThread(work, asyncio.get_running_loop(), partial(places.release, ticket))
         try:
             thread.start()
         except RuntimeError:  # the system allows no more threads
-            places.release()
+            places.release(ticket)
             raise
         self._running.add(thread)
         try:
@@ -81,14 +86,43 @@ class TextThreads:
                 thread.interrupt()
 
 
-class _WorkThread(threading.Thread):
-    """One piece of work. A daemon: the process can exit while it runs."""
+class _Places:
+    """The places of a lane, for tasks of the event loop to wait for."""
 
-    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, lane: asyncio.Semaphore):
+    def __init__(self) -> None:
+        self._queue: FairQueue[asyncio.Future[Ticket]] = FairQueue(LANE_THREADS)
+
+    async def acquire(self, sender: str, rank: int) -> Ticket:
+        """Wait for a place, which `release` gives back."""
+        turn: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        ticket = self._queue.push(turn, sender, rank)
+        self._start()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not self._queue.remove(ticket):
+                self.release(ticket)
+            raise
+
+    def release(self, ticket: Ticket) -> None:
+        self._queue.done(ticket)
+        self._start()
+
+    def _start(self) -> None:
+        while (found := self._queue.take()) is not None:
+            ticket, turn = found
+            if not turn.done():  # else its cancelled task gives the place back
+                turn.set_result(ticket)
+
+
+class _WorkThread(threading.Thread):
+    """One piece of work. A daemon: the process can exit while it runs. `release` gives its place back."""
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, release: Callable[[], None]):
         super().__init__(name="text", daemon=True)
         self.result: asyncio.Future[Any] = loop.create_future()
         self.is_done = False
-        self._work, self._loop, self._lane = work, loop, lane
+        self._work, self._loop, self._release = work, loop, release
 
     def run(self) -> None:
         try:
@@ -121,7 +155,7 @@ class _WorkThread(threading.Thread):
         if self.is_done:
             return
         self.is_done = True
-        self._lane.release()
+        self._release()
         if self.result.done():  # cancelled
             return
         if error is not None:

@@ -6,6 +6,7 @@ Templates and long texts run in threads, so that they don't block the event loop
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from engine.errors import PromptTooLong, RequestError
 from engine.text.conversation import Conversation
 from engine.text.tokenizer import Tokenizer
+from server.http.sender import SENDER
 from server.serving.text_threads import Lane, TextThreads, lane_of
 
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class Tokenization:
         self._max_chars = max_chars
         self._template_seconds = template_seconds
         self._threads = TextThreads()
+        self._own_templates: Counter[tuple[str, int]] = Counter()  # of requests, that wait or are being rendered
         self._preparation: asyncio.Task[Any] | None = None
         if tokenizer is not None and tokenizer.has_chat_template:
             self._preparation = asyncio.create_task(self._threads.run(tokenizer.prepare_chat, Lane.LARGE))
@@ -73,8 +76,8 @@ class Tokenization:
         render = partial(tokenizer.render, conversation)
         if conversation.template is None:
             text = await self._render(render, chars)
-        else:  # runs in a process with a time limit of its own, for which no other conversation waits
-            text = await self._threads.run(render, Lane.PROCESS)
+        else:
+            text = await self._render_own(render, conversation.template)
         self._refuse_oversized(len(text), "messages")
         try:
             ids = await self._threads.run(partial(tokenizer.encode, text, False), lane_of(len(text)))
@@ -83,6 +86,21 @@ class Tokenization:
                 "the conversation contains a lone surrogate, which is not valid Unicode", "messages"
             ) from error
         return ChatPrompt(text, ids)
+
+    async def _render_own(self, render: Callable[[], str], template: str) -> str:
+        """Render a request's own template, which runs in a process with a time limit.
+
+        The same template of a sender makes way for its other templates, in case that it loops.
+        """
+        key = (SENDER.get(), hash(template))
+        rank = self._own_templates[key]
+        self._own_templates[key] += 1
+        try:
+            return await self._threads.run(render, Lane.PROCESS, rank=rank)
+        finally:
+            self._own_templates[key] -= 1
+            if not self._own_templates[key]:
+                del self._own_templates[key]
 
     async def _render(self, render: Callable[[], str], chars: int) -> str:
         if self._preparation is not None:

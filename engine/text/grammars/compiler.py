@@ -42,18 +42,19 @@ class GrammarCompiler:
         self._closed = False
         self._vocabulary: LLTokenizer | None = None
 
-    def compile(self, outputs: StructuredOutputs, rank: int = 0) -> Future[CompiledGrammar]:
+    def compile(self, outputs: StructuredOutputs, rank: int = 0, client: str = "") -> Future[CompiledGrammar]:
         """Return the future of a constraint's grammar, which callers share.
 
-        It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit. `rank` is the
-        number of constraints of the same client request before it, which make way for other requests.
+        It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit. `client`
+        says who sent it: one client's many constraints make way for those of others. `rank` is the number of
+        constraints of the same request before it, which make way for other requests.
         """
         with self._lock:
             future = self._cache.get(outputs)
             if future is not None:
                 self._cache.move_to_end(outputs)
                 return future
-            future = self._cache[outputs] = self._threads.submit(rank, lambda: self._compile(outputs))
+            future = self._cache[outputs] = self._threads.submit(rank, lambda: self._compile(outputs), client)
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
         future.add_done_callback(lambda done: self._on_done(outputs, done))

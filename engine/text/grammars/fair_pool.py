@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from engine.utils.fair_queue import FairQueue, Ticket
+
 
 class FairPool:
-    """Runs tasks by rank, lowest first, and in order within a rank. Threads start when they are first needed.
-
-    Tasks of a rank above 0 run in at most half of the threads, rounded down, but in one at least: what a client asks
-    for first finds a thread although others have filled the queue.
-    """
+    """Runs tasks in threads, in the order of a FairQueue. Threads start when they are first needed."""
 
     def __init__(self, max_threads: int, name: str):
         self._max_threads, self._name = max_threads, name
-        self._max_further = max(1, max_threads // 2)
         self._changed = threading.Condition()
-        self._tasks: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []  # a heap
-        self._numbers = itertools.count()
+        self._tasks: FairQueue[tuple[Future[Any], Callable[[], Any]]] = FairQueue(max_threads)
         self._threads: list[threading.Thread] = []
-        self._idle = self._further = 0
+        self._idle = 0
         self._closed = False
 
-    def submit(self, rank: int, function: Callable[[], Any]) -> Future[Any]:
+    def submit(self, rank: int, function: Callable[[], Any], client: str = "") -> Future[Any]:
         """Return the future of `function()`. Cancelled before it begins, it never does.
 
-        Raises RuntimeError once the pool is closed.
+        `client`, `rank`: as in FairQueue. Raises RuntimeError once the pool is closed.
         """
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            heapq.heappush(self._tasks, (rank, next(self._numbers), future, function))
+            self._tasks.push((future, function), client, rank)
             if self._idle < len(self._tasks) and len(self._threads) < self._max_threads:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -48,9 +42,9 @@ class FairPool:
         """Accept no more tasks, and cancel those that have not begun."""
         with self._changed:
             self._closed = True
-            tasks, self._tasks = self._tasks, []
+            tasks = self._tasks.clear()
             self._changed.notify_all()
-        for _, _, future, _ in tasks:
+        for future, _ in tasks:
             future.cancel()
 
     def join(self) -> None:
@@ -60,7 +54,7 @@ class FairPool:
 
     def _run(self) -> None:
         while (task := self._take()) is not None:
-            rank, _, future, function = task
+            ticket, (future, function) = task
             try:
                 if future.set_running_or_notify_cancel():
                     try:
@@ -68,21 +62,18 @@ class FairPool:
                     except BaseException as error:
                         future.set_exception(error)
             finally:
-                del future, function
-                if rank:
-                    with self._changed:
-                        self._further -= 1
-                        self._changed.notify()
+                del future, function, task
+                with self._changed:
+                    self._tasks.done(ticket)
+                    self._changed.notify()
 
-    def _take(self) -> tuple[int, int, Future[Any], Callable[[], Any]] | None:
+    def _take(self) -> tuple[Ticket, tuple[Future[Any], Callable[[], Any]]] | None:
         """Wait for a task that may run now; None once the pool is closed."""
         with self._changed:
             self._idle += 1
             try:
                 while not self._closed:
-                    if self._tasks and (not self._tasks[0][0] or self._further < self._max_further):
-                        task = heapq.heappop(self._tasks)
-                        self._further += bool(task[0])
+                    if (task := self._tasks.take()) is not None:
                         return task
                     self._changed.wait()
                 return None

@@ -151,9 +151,21 @@ def _multiples(schema: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(step, (int, float)) or isinstance(step, bool) or not step > 0:
         return [{}] if step is None else [{"multipleOf": step}]
     value = Decimal(repr(step))
+    if not _is_read_exactly(value):
+        raise ValueError(
+            f": multipleOf {step} can't be followed exactly; use one with fewer digits, such as 0.25 or 0.1"
+        )
     found = [value]
     for places in range(_places(value)):  # the least common multiple with 1, 0.1, 0.01, …
         scale = _places(value)
         whole = math.lcm(int(value.scaleb(scale)), 10 ** (scale - places))
         found.append(Decimal(whole).scaleb(-scale))
-    return [{"multipleOf": float(one)} for one in found]
+    return [{"multipleOf": float(one)} for one in found if _is_read_exactly(one)]
+
+
+def _is_read_exactly(value: Decimal) -> bool:
+    """Whether llguidance, which multiplies a double by 10 until it is whole, finds all digits of a number."""
+    number, places = float(value), 0
+    while not number.is_integer():
+        number, places = number * 10, places + 1
+    return number < 2**32 and Decimal(int(number)).scaleb(-places) == value

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from server.http.errors import WireError
+from server.http.sender import SENDER
 from server.serving.text_threads import LANE_THREADS, Interrupted, Lane, TextThreads
 
 
@@ -98,3 +99,31 @@ async def test_close_ends_every_call_and_waits_for_no_thread():
     with pytest.raises(WireError):
         await threads.run(lambda: 7, Lane.SMALL)
     stop.set()
+
+
+async def test_a_senders_many_texts_hold_up_another_for_one_of_them_at_most():
+    threads, order = TextThreads(), []
+
+    async def run(sender, seconds):
+        SENDER.set(sender)  # of this task only
+        await threads.run(lambda: time.sleep(seconds), Lane.PROCESS)
+        order.append(sender)
+
+    slow = [asyncio.create_task(run("many", 0.3)) for _ in range(10)]
+    await until(lambda: len(working()) == LANE_THREADS)
+    began = time.monotonic()
+    await asyncio.create_task(run("other", 0.0))
+    assert time.monotonic() - began < 1.0 and order.count("many") <= LANE_THREADS
+    await asyncio.gather(*slow)
+    assert order.count("many") == 10
+
+
+async def test_a_cancelled_wait_holds_no_place():
+    threads, stop = TextThreads(), threading.Event()
+    calls = [asyncio.create_task(threads.run(lambda: stop.wait(30), Lane.SMALL)) for _ in range(LANE_THREADS + 3)]
+    await until(lambda: len(working()) == LANE_THREADS)
+    for call in calls[LANE_THREADS:]:
+        call.cancel()
+    stop.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert await asyncio.gather(*(threads.run(lambda: 7, Lane.SMALL) for _ in range(4))) == [7] * 4

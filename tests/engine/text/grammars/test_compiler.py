@@ -218,3 +218,18 @@ def test_a_matcher_knows_when_its_grammar_is_complete(compiler, vocabulary):
     assert states == [(False, False), (True, False), (True, True), (True, False)]
     open_.accept(a)
     assert open_.has_error and "doesn't satisfy the grammar" in open_.error and not open_.is_finished
+
+
+def test_one_clients_slow_constraints_hold_up_another_for_one_of_them_at_most(source):
+    compiler = GrammarCompiler(source, max_workers=2, check_seconds=1.0)
+    compiler.compile(StructuredOutputs(regex="a")).result(60)  # the vocabulary is loaded
+    slow = [
+        compiler.compile(StructuredOutputs(json={"type": "integer", "multipleOf": 999_983 - 2 * turn}), client="many")
+        for turn in range(10)
+    ]
+    time.sleep(0.2)
+    began = time.monotonic()
+    assert compiler.compile(StructuredOutputs(regex="b"), client="other").result(60)
+    seconds = time.monotonic() - began
+    assert seconds < 5 and sum(future.done() for future in slow) <= 2  # by then, ten take 5 s and the processes' starts
+    compiler.close()

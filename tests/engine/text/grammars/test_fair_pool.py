@@ -74,3 +74,12 @@ def test_a_closed_pool_cancels_what_waits_and_takes_no_more():
     release.set()
     pool.join()
     assert running.result() is True
+
+
+def test_a_client_with_many_tasks_leaves_a_thread_for_another(pool):
+    release = threading.Event()
+    slow = [pool.submit(0, lambda: release.wait(SECONDS), "many") for _ in range(20)]
+    assert pool.submit(0, lambda: "done", "other").result(SECONDS) == "done"
+    assert sum(future.running() for future in slow) <= 3
+    release.set()
+    assert all(future.result(SECONDS) for future in slow)

@@ -324,3 +324,9 @@ def test_a_model_that_prefers_line_breaks_writes_one_at_a_place():
     ids = list(b'{"a":')
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.consume_token(10)
     assert matcher.try_consume_tokens([10]) == 0 and matcher.try_consume_tokens([32] * 41) == 40
+
+
+def test_a_multiple_that_llguidance_cannot_read_is_refused_by_name():
+    assert refusal_of({"type": "number", "multipleOf": 0.07}).startswith(": multipleOf 0.07 can't be followed exactly")
+    matcher = matcher_of({"type": "number", "multipleOf": 0.015})
+    assert allows(matcher, "0.3") and allows(matcher, "3") and not allows(matcher, "0.01")
