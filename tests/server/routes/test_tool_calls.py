@@ -246,7 +246,8 @@ def test_what_can_not_be_followed_is_ignored_for_functions_that_are_not_strict(c
 
 
 def test_the_other_keywords_of_such_a_schema_are_followed(long_server):
-    schema = SCHEMA | {"properties": SCHEMA["properties"] | {"a": LOOK_AHEAD["properties"]["a"]}}
+    unread = LOOK_AHEAD["properties"]["a"] | {"maxLength": 8}
+    schema = SCHEMA | {"properties": SCHEMA["properties"] | {"a": unread}}
     body = {"messages": MESSAGES, "max_tokens": 300, "seed": 1, "parallel_tool_calls": False}
     message, _ = answered(long_server, body | {"tools": [tool("weather", schema)], "tool_choice": "required"})
     found = json.loads(message["tool_calls"][0]["arguments"])
