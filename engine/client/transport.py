@@ -7,6 +7,7 @@ interpreted here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import pickle
@@ -51,12 +52,14 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
     """Build a loop and serve until it ends. Every exit path sends exactly one Dead."""
     try:
         with no_garbage_collections():
+            from engine.checkpoint.generation_config import sampling_defaults
             from engine.checkpoint.source import resolve_model
             from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
             from engine.text.tokenizer import Tokenizer
             from engine.utils.progress import WarmProgress
 
             source = resolve_model(config.model)
+            defaults = sampling_defaults(config.generation_config, source)
             tokenizer = Tokenizer.try_load(source)
             gc.freeze()  # or the first collection afterwards takes as long as those left out
         loop = build_loop(config, source, tokenizer)
@@ -77,7 +80,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
     except Exception as error:
         logger.exception("the engine did not start")
         return send(Dead(f"the engine did not start: {type(error).__name__}: {error}"))
-    send(Ready(loop.info))
+    send(Ready(dataclasses.replace(loop.info, sampling_defaults=defaults)))
     loop.serve(receive, send)
 
 

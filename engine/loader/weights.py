@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
-from engine.models.registry import build_model, config_from_folder, read_json_object
+from engine.models.registry import build_model, config_from_folder
 from graph_cache.validation import did_you_mean
 
 READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

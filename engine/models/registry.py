@@ -7,7 +7,6 @@ ENTRIES, with the config's reader or the model's class. Another package adds a f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.checkpoint.regular_files import read_limited_text
+from engine.checkpoint.json_files import read_json_object
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -131,19 +130,6 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
         extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
     return config
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from `path`. Raises ModelError if it can't be read or is not an object."""
-    try:
-        values = json.loads(read_limited_text(path))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it (was the download complete?)") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} has a JSON {type(values).__name__}, expected an object; download the model again")
-    return values
 
 
 def build_model(

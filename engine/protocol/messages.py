@@ -5,7 +5,7 @@ All messages are picklable plain data, used within one process or across two. Tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ class ModelInfo:
     hidden_state_size: int = 0  # values of a hidden state; 0: requests can't ask for them
     num_pages: int  # of the KV cache
     max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    async_scheduling: bool
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of a server's requests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,8 @@ class Worker:
             page_size=config.page_size,
             num_pages=config.num_pages,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            async_scheduling=config.async_scheduling,
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
         )
         self._staged: dict[str, Tensor] = {}

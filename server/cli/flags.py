@@ -60,6 +60,8 @@ ENGINE_HELP = {
     "dtype": "data type of activations and KV cache",
     "device": "cpu, cuda, cuda:N, or auto",
     "load_format": "auto: load the weights; dummy: random weights",
+    "generation_config": "sampling parameters that requests leave out: auto: those of the model's "
+    "generation_config.json or .gguf file; engine: the engine's own; or a folder with a generation_config.json",
     "cpu_weight_format": "storage format of the weights on a CPU",
     "num_threads": "number of threads of a CPU engine",
     "tensor_parallel_size": "number of GPUs of this host for tensor parallelism, one process each",

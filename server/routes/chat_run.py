@@ -29,7 +29,8 @@ class ChatRun:
         check_own_template(request, body.chat_template)
         self._service, self._request, self._body = service, request, body
         self._public_id, self._stops_at_context = public_id, stops_at_context
-        self.params, self.conversation, self._use = body.sampling(), body.conversation(), body.tool_use()
+        self.params = body.sampling(service.sampling_defaults())
+        self.conversation, self._use = body.conversation(), body.tool_use()
         self._truncation = body.truncation
         self._formats = service.chat_formats_of(self._use)
         self.make_parser: MakeParser | None = None

@@ -42,7 +42,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     if not prompts:
         raise RequestError("the list of prompts is empty: provide at least one", param=field)
     service.check_capacity(len(prompts), field)  # before building parameters and ids for a million prompts
-    params = body.sampling(len(prompts))
+    params = body.sampling(len(prompts), service.sampling_defaults())
     ids = body.ids(len(prompts), request.state.request_id)
     num_sequences = sum(one.n for one in params)
     as_list = as_list or num_sequences > 1

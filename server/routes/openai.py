@@ -56,6 +56,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
         "owned_by": "encore",
         "max_model_len": info.max_model_len,
         "input_modalities": list(info.input_modalities),
+        "sampling_defaults": dict(info.sampling_defaults),
     }
     return [{"id": name, **fixed} for name in service.model_names()]
 
@@ -67,7 +68,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service.check_model(body.model)
     body.refuse_unsupported()
     check_priority(request, body.priority)
-    params, truncation = body.sampling(), body.truncation
+    params, truncation = body.sampling(service.sampling_defaults()), body.truncation
     prompts = _prompts(body.prompt)
     head = _head(service, request, body, "cmpl", "text_completion")
 

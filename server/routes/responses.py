@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -121,7 +121,9 @@ class _ResponseRun:
         self._items = [*previous, *items]
         self._store, self._owner = store, request.state.owner
         _ = self._service.tokens  # raises 503 until the model is loaded
-        self._response = _in_progress(body, body.model or self._service.model_names()[0], store is not None)
+        self._response = _in_progress(
+            body, body.model or self._service.model_names()[0], store is not None, self._service.sampling_defaults()
+        )
         with translated_errors(SENT_NAMES, self._places):
             self._run = ChatRun(self._service, request, chat, self._response["id"])
         self._spelling = answers.Spelling(self._service.tokens) if body.wants_logprobs else None
@@ -219,8 +221,11 @@ class _ResponseRun:
         return "".join(written).encode()
 
 
-def _in_progress(body: ResponsesBody, model: str, is_stored: bool) -> dict[str, Any]:
-    """Return the response object before its output: the request's settings. Raises RequestError."""
+def _in_progress(body: ResponsesBody, model: str, is_stored: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response object before its output: the request's settings, else the model's `defaults`.
+
+    Raises RequestError.
+    """
     echoed = {
         "metadata": body.metadata or {}, "tools": body.tools or [], "tool_choice": body.tool_choice or "auto",
         "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
@@ -237,9 +242,9 @@ def _in_progress(body: ResponsesBody, model: str, is_stored: bool) -> dict[str, 
         "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "max_tool_calls": None,
         "model": model, "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id, "service_tier": "default", "store": is_stored,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p, "top_logprobs": body.top_logprobs or 0,
-        "truncation": "disabled", "usage": None, "user": None, **echoed,
+        "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
+        "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "usage": None, "user": None, **echoed,
     }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
 from server.schemas.requests import (
     MAX_ID_CHARS,
+    NO_DEFAULTS,
     RANGES,
     InputIds,
     Priority,
@@ -125,14 +126,17 @@ class GenerateBody(Wire):
         single = not self.input_ids or type(self.input_ids[0]) is int
         return ([self.input_ids], False) if single else (list(self.input_ids), True)
 
-    def sampling(self, count: int) -> list[SamplingParams]:
-        """Return one SamplingParams per prompt, for `count` prompts."""
+    def sampling(self, count: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> list[SamplingParams]:
+        """Return one SamplingParams per prompt, for `count` prompts.
+
+        `defaults` has the model's for parameters that were left out.
+        """
         given = self.sampling_params or {}
         for one in [given] if isinstance(given, dict) else given:
             _refuse_outside_names(one)
         if isinstance(given, dict):
             with naming(self.sent_names(0)):
-                shared = [self._params(given, ids) for ids in self._logprob_ids(count)]
+                shared = [self._params(given, ids, defaults) for ids in self._logprob_ids(count)]
             _drop_ignored(given)
             return self._with_hidden_states(shared * (count // len(shared)))
         if len(given) != count:
@@ -144,7 +148,7 @@ class GenerateBody(Wire):
         logprob_ids = self._logprob_ids(count)
         for number, each in enumerate(given):
             with naming(self.sent_names(number)):
-                params.append(self._params(each, logprob_ids[number % len(logprob_ids)]))
+                params.append(self._params(each, logprob_ids[number % len(logprob_ids)], defaults))
             _drop_ignored(each)
         return self._with_hidden_states(params)
 
@@ -196,11 +200,11 @@ class GenerateBody(Wire):
         base = self.rid or fallback
         return [base] if count == 1 else [f"{base}-{index}" for index in range(count)]
 
-    def _params(self, given: Mapping[str, Any], logprob_ids: list[int]) -> SamplingParams:
+    def _params(self, given: Mapping[str, Any], logprob_ids: list[int], defaults: Mapping[str, Any]) -> SamplingParams:
         refuse_foreign(SAMPLING, given, "sampling_params.")
         if self.top_logprobs_num and not self.return_logprob:
             raise RequestError("top_logprobs_num requires return_logprob=true", param="top_logprobs_num")
-        values: dict[str, Any] = {"max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
+        values: dict[str, Any] = {**defaults, "max_tokens": 128, "cache_salt": salt_of(self.cache_salt, self.extra_key)}
         for name, value in given.items():
             if name in FOREIGN_FIELDS[SAMPLING] or name in SGLANG_NAMES:
                 continue

@@ -140,6 +140,7 @@ FAIL_FAST = Field(fail_fast=True)
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS // 2 - 8), AfterValidator(_encodable)] | None
 Role = Annotated[str, Field(max_length=64), AfterValidator(_encodable)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+NO_DEFAULTS: Mapping[str, Any] = {}
 MAX_ID_CHARS = 128  # of a request id, which is repeated in each event of a stream
 
 
@@ -309,9 +310,10 @@ class OpenAISampling(Wire):
         """Map names of sampling parameters to the names under which this body has them, where they differ."""
         return {}
 
-    def _params(self, **overrides: Any) -> SamplingParams:
+    def _params(self, defaults: Mapping[str, Any], **overrides: Any) -> SamplingParams:
         names = SHARED_SAMPLING_FIELDS
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in defaults.items() if name in names}
+        given |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprob_token_ids and not self.has_logprobs:
             raise RequestError("logprob_token_ids requires logprobs", param="logprob_token_ids")
         given["structured_outputs"] = constraint({name: getattr(self, name) for name in FIELD_SCHEMAS})
@@ -394,8 +396,11 @@ class CompletionBody(OpenAISampling):
     best_of: int | None = Field(default=None, json_schema_extra=dict(RANGES["n"]))
     add_special_tokens: bool = True
 
-    def sampling(self) -> SamplingParams:
-        """Return the sampling parameters. max_tokens defaults to 16, as in OpenAI's API."""
+    def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """Return the sampling parameters; `defaults` has the model's for fields that were left out.
+
+        max_tokens defaults to 16, as in OpenAI's API.
+        """
         overrides: dict[str, Any] = {"logprobs": self.logprobs}
         if self.chooses_best:
             assert self.best_of is not None
@@ -408,7 +413,7 @@ class CompletionBody(OpenAISampling):
             overrides["max_tokens"] = self.max_tokens
         if self.echo and self.logprobs is not None:
             overrides["prompt_logprobs"] = self.logprobs
-        return self._params(**overrides)
+        return self._params(defaults, **overrides)
 
     @property
     def has_logprobs(self) -> bool:
@@ -591,8 +596,11 @@ class ChatBody(ConversationFields, OpenAISampling):
     separate_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
 
-    def sampling(self) -> SamplingParams:
-        """Return the sampling parameters. Without a maximum, the output is limited by the context length."""
+    def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """Return the sampling parameters; `defaults` has the model's for fields that were left out.
+
+        Without a maximum, the output is limited by the context length.
+        """
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if self.max_tokens not in (None, limit):
             raise RequestError(
@@ -601,7 +609,7 @@ class ChatBody(ConversationFields, OpenAISampling):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
-        return self._params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self._params(defaults, max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     @property
     def has_logprobs(self) -> bool:

@@ -218,7 +218,10 @@ class ChatChunk(Answer):
 
 
 class Model(Answer):
-    """A name under which the model is served, its context length, and what messages may contain."""
+    """A name under which the model is served, its context length, and what messages may contain.
+
+    `sampling_defaults`: the model's sampling parameters for fields that a request leaves out.
+    """
 
     id: str
     object: Literal["model"]
@@ -226,6 +229,7 @@ class Model(Answer):
     owned_by: str
     max_model_len: int
     input_modalities: list[str]
+    sampling_defaults: dict[str, Any]
 
 
 class ModelList(Answer):
@@ -331,6 +335,7 @@ class ServerInfo(Answer):
     mem_fraction_static: float | None
     random_seed: int | None
     weight_version: str
+    sampling_defaults: dict[str, Any]
     tool_call_parser: str
     reasoning_parser: str
     internal_states: list[dict[str, Any]]

@@ -29,10 +29,11 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
             "model": engine.model, "served_model_name": names, "dtype": info.dtype, "seed": engine.seed,
             "max_model_len": info.max_model_len, "vocab_size": info.vocab_size, "quantization": info.weight_format,
             "logprobs_mode": f"{info.logprobs_mode}_logprobs", "architecture": info.architecture,
+            "generation_config": engine.generation_config, "default_sampling_params": dict(info.sampling_defaults),
         },
         "cache_config": {
             "block_size": info.page_size, "num_gpu_blocks": info.num_pages,
-            "enable_prefix_caching": engine.enable_prefix_caching,
+            "enable_prefix_caching": info.enable_prefix_caching,
             "gpu_memory_utilization": engine.gpu_memory_utilization,
         },
         "parallel_config": {
@@ -40,7 +41,7 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
         },
         "scheduler_config": {
             "max_num_seqs": info.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens,
-            "async_scheduling": engine.async_scheduling,
+            "async_scheduling": info.async_scheduling,
         },
         "device_config": {"device": info.device},
         "structured_outputs_config": {"backend": "guidance", "reasoning_parser": config.reasoning_parser},
@@ -65,6 +66,7 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
         "mem_fraction_static": engine.gpu_memory_utilization,
         "random_seed": engine.seed,
         "weight_version": weight_version,
+        "sampling_defaults": dict(info.sampling_defaults),
         "tool_call_parser": config.tool_call_parser,
         "reasoning_parser": config.reasoning_parser,
         "internal_states": [

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -241,6 +241,10 @@ class Service:
             return self.config.served_model_name
         return tuple(dict.fromkeys((self.client.info().name, self.config.engine.model)))
 
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Return the model's sampling parameters for fields that a request leaves out; empty until it is loaded."""
+        return self.client.info().sampling_defaults if self.started else {}
+
     def check_model(self, name: str | None) -> None:
         """Raise WireError 404 for a model that is not served. None stands for the served model."""
         names = self.model_names() if self.started else ()
@@ -380,6 +384,11 @@ class Service:
         if params.structured_outputs is not None and self.config.close_objects == "all":
             params = dataclasses.replace(params, structured_outputs=params.structured_outputs.closed())
         info = self.client.info()
+        default_limit = info.sampling_defaults.get("max_tokens")
+        if params.max_tokens is None and default_limit is not None:
+            room = max(1, info.max_model_len - len(ids))
+            limit = max(min(default_limit, room), params.min_tokens)
+            params = dataclasses.replace(params, max_tokens=limit)
         params.check_vocab(info.vocab_size)
         self.tokens.check(ids, param)
         max_tokens = 1 if params.max_tokens is None else params.max_tokens

@@ -99,6 +99,7 @@ def test_server_info_has_the_names_of_vllm_and_sglang(guarded, tiny_model, monke
     assert config["scheduler_config"]["max_num_seqs"] == found["max_running_requests"] == 8
     cache = config["cache_config"]
     assert found["max_total_num_tokens"] == cache["block_size"] * cache["num_gpu_blocks"] > 0
+    assert cache["enable_prefix_caching"] is True and config["scheduler_config"]["async_scheduling"] is False
     assert config["weight_transfer_config"] is None
     assert found["model_path"] == str(tiny_model) and found["served_model_name"] == "tiny"
     assert found["vllm_env"]["ENCORE_PORT"] == "8000" and "a-secret" not in response.text

@@ -32,14 +32,17 @@ from tests.soak.serving import ENVIRONMENT, Serving, command_of, serving
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--warmup", "lazy", "--max-model-len", "4096")
 SHORT = {"prompt": "red fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True,
          "stream_options": {"include_usage": True}}  # fmt: skip
+RECOMMENDED = {"temperature": 0.4, "top_k": 5}
 ENDLESS = SHORT | {"max_tokens": 4000}
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A shared server with two API workers. Every test leaves both alive and the engine idle."""
-    log = tmp_path_factory.mktemp("api_workers") / "server.log"
-    with serving(tiny_model, log, *FLAGS, "--http-workers", "2", "--max-num-seqs", "16") as handle:
+    folder = tmp_path_factory.mktemp("api_workers")
+    (folder / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    flags = (*FLAGS, "--http-workers", "2", "--max-num-seqs", "16", "--generation-config", str(folder))
+    with serving(tiny_model, folder / "server.log", *flags) as handle:
         yield handle
 
 
@@ -137,6 +140,11 @@ def test_api_workers_share_connections_and_sum_their_counters(server):
     assert server.metric("time_to_first_token_seconds_count") >= 16
     assert server.metric("http_responses_total") >= answered + 16 + 6
     assert {httpx.get(server.url + "/v1/models").text for _ in range(6)} == {httpx.get(server.url + "/v1/models").text}
+
+
+def test_every_worker_knows_the_models_sampling_defaults(server):
+    found = [httpx.get(server.url + "/v1/models").json()["data"][0]["sampling_defaults"] for _ in range(6)]
+    assert found == [RECOMMENDED] * 6
 
 
 def test_concurrent_requests_with_the_same_id_get_their_own_responses(server):

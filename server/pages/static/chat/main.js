@@ -17,8 +17,10 @@ const panel = new Panel();
 const images = new Images();
 const conversation = new Conversation();
 const connection = new Connection(settings, {
-  onModel: model => images.setRefusal(
-    model.input_modalities.includes("image") ? null : `${model.id} takes text only, no images.`),
+  onModel: model => {
+    settings.showDefaults(model.sampling_defaults);
+    images.setRefusal(model.input_modalities.includes("image") ? null : `${model.id} takes text only, no images.`);
+  },
   onKeyNeeded: message => panel.reveal(settings.showError("key", message)),
 });
 const exchange = new Exchange({ settings, connection, conversation, panel });

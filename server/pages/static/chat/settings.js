@@ -59,6 +59,14 @@ export class Settings {
     return Object.fromEntries(this.#inputs().map(input => [input.name, PARSERS[input.dataset.kind](input)]));
   }
 
+  /** Show what the server uses for the values that are left empty. */
+  showDefaults(defaults) {
+    for (const [name, value] of Object.entries(defaults)) {
+      const input = this.form.elements[name];
+      if (input?.type === "number") input.placeholder = value;
+    }
+  }
+
   reset() {
     const { key } = this;
     this.form.reset();
