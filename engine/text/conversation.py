@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,12 @@ RESERVED = frozenset(
     "return_tensors padding truncation max_length return_assistant_tokens_mask tokenizer_kwargs conversation".split()
 )
 """Names that chat_template_kwargs can't set: they have fields of their own, or aren't the template's."""
+
+HINTS = frozenset(
+    "enable_thinking thinking thinking_mode thinking_budget thinking_effort enable_reasoning reasoning "
+    "reasoning_effort reasoning_mode low_effort preserve_thinking clear_thinking drop_thinking verbosity".split()
+)
+"""Variables of known templates that ask for more or less reasoning or text. Clients send them to every model."""
 
 _TOOL_PROMPT = """\
 You may call one or more functions. These are their signatures, as JSON:
@@ -35,7 +41,6 @@ class Conversation:
         messages: Messages with role, content (text) and what else the template reads.
         tools: Tools in OpenAI's format: {"type": "function", "function": {…}}.
         variables: Further variables of the template, such as enable_thinking.
-        own_fields: Names of variables that are fields of the request; the others are in its chat_template_kwargs.
         documents: Documents for templates that read them.
         add_generation_prompt: End the text with the header of the assistant's message.
         continue_final_message: End the text within the last message, so that the output continues it.
@@ -45,7 +50,6 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    own_fields: Container[str] = ()
     documents: Sequence[Any] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -69,15 +73,18 @@ class Conversation:
                 unseen.append(dict(value))
         return total
 
-    def check_against(self, template: str) -> None:
-        """Raise RequestError for variables and documents that the template doesn't read.
+    def unread(self, template: str) -> list[str]:
+        """Return the variables that the template doesn't read, without those that are false or null."""
+        given = (name for name, value in self.variables.items() if value not in (None, False))
+        return [name for name in given if not reads(template, name)]
 
-        A variable that is false or null has no effect then.
-        """
-        for name, value in self.variables.items():
-            if value not in (None, False) and not reads(template, name):
-                param = name if name in self.own_fields else "chat_template_kwargs"
-                raise RequestError(f"the model's chat template doesn't read {name}; remove it", param=param)
+    def check_against(self, template: str) -> None:
+        """Raise RequestError for documents and variables that the template doesn't read, except hints."""
+        for name in self.unread(template):
+            if name not in HINTS:
+                raise RequestError(
+                    f"the model's chat template doesn't read {name!r}; remove it", param="chat_template_kwargs"
+                )
         if self.documents and not reads(template, "documents"):
             raise RequestError("the model's chat template doesn't read documents; remove them", param="documents")
 

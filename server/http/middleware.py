@@ -29,7 +29,10 @@ def new_request_id() -> str:
 
 
 class RequestIds:
-    """Assign each request an id and echo it in the response. A valid X-Request-Id of the client is used as it is."""
+    """Assign each request an id and echo it in the response. A valid X-Request-Id of the client is used as it is.
+
+    `state["warnings"]` is a list to which a route appends warnings for the response's header X-Encore-Warning.
+    """
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -40,11 +43,20 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
-        send = _with_header(send, "X-Request-Id", request_id)
-        if is_anthropic(scope):
-            send = _with_header(send, "request-id", request_id)  # the name that Anthropic's clients read
-        await self.app(scope, receive, send)
+        warnings: list[str] = []
+        scope.setdefault("state", {}).update(request_id=request_id, warnings=warnings)
+        names = ("X-Request-Id", "request-id") if is_anthropic(scope) else ("X-Request-Id",)  # as their clients read
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name in names:
+                    headers[name] = request_id
+                if warnings:
+                    headers["X-Encore-Warning"] = "; ".join(warnings)
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
 
 
 class CloseWhenDraining:

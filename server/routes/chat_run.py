@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from fastapi import Request
 
 from server.http.keys import check_own_template, check_priority
+from server.routes.hints import OWN_NAMES, warn_of_unread
 from server.schemas.requests import ChatBody, naming
 from server.serving.chat_formats import MakeParser
 from server.serving.service import Job, Service
@@ -15,13 +17,20 @@ from server.serving.service import Job, Service
 class ChatRun:
     """The checks of a chat request, made at construction, and its job, made by `submit`.
 
-    `make_parser` and `short_ids` are set by `submit`: how to parse each output (None: all text is content), and whether
-    the model's template takes call ids of nine letters and digits only. `stops_at_context`: shorten `max_tokens` to
-    what the context holds after the prompt, instead of refusing it. Raises RequestError, WireError.
+    `names` maps fields of the chat request to the client's, for warnings. `stops_at_context`: shorten `max_tokens` to
+    what the context holds after the prompt, instead of refusing it. `make_parser` and `short_ids` are set by `submit`:
+    how to parse each output (None: all text is content), and whether the model's template takes call ids of nine
+    letters and digits only. Raises RequestError, WireError.
     """
 
     def __init__(
-        self, service: Service, request: Request, body: ChatBody, public_id: str, stops_at_context: bool = False
+        self,
+        service: Service,
+        request: Request,
+        body: ChatBody,
+        public_id: str,
+        names: Mapping[str, str] = OWN_NAMES,
+        stops_at_context: bool = False,
     ):
         service.check_model(body.model)
         body.refuse_unsupported()
@@ -31,6 +40,7 @@ class ChatRun:
         self._public_id, self._stops_at_context = public_id, stops_at_context
         self.params = body.sampling(service.sampling_defaults())
         self.conversation, self._use = body.conversation(), body.tool_use()
+        warn_of_unread(request, self.conversation, body, names)
         self._truncation = body.truncation
         self._formats = service.chat_formats_of(self._use)
         self.make_parser: MakeParser | None = None

@@ -17,6 +17,7 @@ from server.http.errors import body_of, in_format_of
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
 from server.routes.chat_run import ChatRun
+from server.routes.hints import warn_of_unread
 from server.routes.message_outputs import Event, MessageEvents, stopped, usage
 from server.schemas import anthropic_responses as wire
 from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
@@ -45,12 +46,16 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Return the number of tokens of a message request's prompt."""
     service: Service = request.app.state.service
-    chat, places = body.chat(*_model_of(service, bool(body.tools)))
+    chat, places = body.chat(_reasons(service))
     service.check_model(chat.model)
+
+    with translated_errors(SENT_NAMES, places):
+        conversation = chat.conversation()
+    warn_of_unread(request, conversation, chat, SENT_NAMES)
 
     async def answer() -> AsyncGenerator[dict[str, int], None]:
         with translated_errors(SENT_NAMES, places):
-            prompt = await service.tokens.chat(chat.conversation())
+            prompt = await service.tokens.chat(conversation)
         request.state.upload.release()
         yield {"input_tokens": len(prompt.ids)}
 
@@ -62,12 +67,12 @@ class _MessageRun:
 
     def __init__(self, request: Request, body: MessagesBody):
         self._service: Service = request.app.state.service
-        chat, self._places = body.chat(*_model_of(self._service, bool(body.tools)))
+        chat, self._places = body.chat(_reasons(self._service))
         self._max_tokens = body.max_tokens
         self._id = f"msg_{request.state.request_id}"
         self._model = body.model
         with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self._service, request, chat, self._id, stops_at_context=True)
+            self._run = ChatRun(self._service, request, chat, self._id, SENT_NAMES, stops_at_context=True)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
@@ -126,12 +131,10 @@ class _MessageRun:
         return {"type": "message_start", "message": message}
 
 
-def _model_of(service: Service, has_tools: bool) -> tuple[str, bool]:
-    """Return the model's chat template, and whether its reasoning has a known format. Raises WireError 503."""
+def _reasons(service: Service) -> bool:
+    """Return whether the model's reasoning has a known format. Raises WireError 503 until the model is loaded."""
     _ = service.tokens
-    tokenizer = service.client.tokenizer
-    template = "" if tokenizer is None else tokenizer.chat_template(with_tools=has_tools)
-    return template, service.chat_formats.reasoning is not None
+    return service.chat_formats.reasoning is not None
 
 
 def _written(events: list[Event]) -> bytes:

@@ -125,7 +125,7 @@ class _ResponseRun:
             body, body.model or self._service.model_names()[0], store is not None, self._service.sampling_defaults()
         )
         with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self._service, request, chat, self._response["id"])
+            self._run = ChatRun(self._service, request, chat, self._response["id"], SENT_NAMES)
         self._spelling = answers.Spelling(self._service.tokens) if body.wants_logprobs else None
         self._events = ResponseEvents()
         self._numbers = 0

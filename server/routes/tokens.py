@@ -11,6 +11,7 @@ from engine.errors import RequestError
 from server.http.body_route import BodyRoute
 from server.http.keys import check_own_template
 from server.http.openapi import REFUSALS, answered_by
+from server.routes.hints import warn_of_unread
 from server.schemas import responses as answers
 from server.schemas.requests import DetokenizeBody, TokenizeBody
 from server.serving.service import Service
@@ -31,7 +32,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = await tokens.encode(body.prompt, "prompt", body.add_special_tokens)
     else:
         check_own_template(request, body.chat_template)
-        ids = (await tokens.chat(body.conversation())).ids
+        conversation = body.conversation()
+        warn_of_unread(request, conversation, body)
+        ids = (await tokens.chat(conversation)).ids
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.client.info().max_model_len,

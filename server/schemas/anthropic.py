@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.structured_outputs import StructuredOutputs
-from engine.text.conversation import reads
 from server.schemas.foreign_fields import COUNT_TOKENS, MESSAGES
 from server.schemas.requests import FAIL_FAST, RANGES, ChatBody, Text, Wire, is_objects
 from server.schemas.tools import MAX_TOOLS
@@ -91,17 +90,16 @@ class CountTokensBody(Wire):
     output_config: Annotated[Any, WithJsonSchema(_OBJECT)] = None
     output_format: Annotated[Any, WithJsonSchema(_OBJECT)] = None
 
-    def chat(self, template: str, reasons: bool) -> tuple[ChatBody, list[str]]:
+    def chat(self, reasons: bool) -> tuple[ChatBody, list[str]]:
         """Return the chat request, and the place in this body of each of its messages. Raises RequestError.
 
-        `template` is the source of the model's chat template: variables that it doesn't read are left out. `reasons`:
-        the model's reasoning has a known format, so that a budget can limit it.
+        `reasons`: the model's reasoning has a known format, so that a budget can limit it.
         """
         self.refuse_unsupported()
         messages, places = self._chat_messages()
         fields = {
             "model": self.model, "messages": messages, **self._tool_fields(), **self._format_fields(),
-            **self._reasoning_fields(template, reasons), **self._sampling_fields(),
+            **self._reasoning_fields(reasons), **self._sampling_fields(),
         }  # fmt: skip
         if self.messages and self.messages[-1].role == "assistant" and messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = not messages[-1].get("tool_calls")
@@ -148,23 +146,21 @@ class CountTokensBody(Wire):
             wanted = {"type": "function", "function": {"name": choice["name"]}}
         return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": not single}
 
-    def _reasoning_fields(self, template: str, reasons: bool) -> dict[str, Any]:
+    def _reasoning_fields(self, reasons: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         kind = self.thinking.get("type") if isinstance(self.thinking, dict) else self.thinking
         if kind not in (None, "enabled", "disabled", "adaptive"):
             raise RequestError(
                 f'thinking.type must be "enabled", "disabled" or "adaptive", found {str(kind)[:40]!r}', param="thinking"
             )
-        if kind in ("enabled", "disabled") and reads(template, "enable_thinking"):
+        if kind in ("enabled", "disabled"):
             fields["enable_thinking"] = kind == "enabled"
         budget = self.thinking.get("budget_tokens") if isinstance(self.thinking, dict) else None
         if budget is not None and (type(budget) is not int or budget < 1):
             raise RequestError("thinking.budget_tokens must be a number of tokens, at least 1", param="thinking")
         if kind == "enabled" and reasons:
             fields["thinking_token_budget"] = budget
-        effort = self._output_config("effort")
-        if effort is not None and reads(template, "reasoning_effort"):
-            fields["reasoning_effort"] = effort
+        fields["reasoning_effort"] = self._output_config("effort")
         return fields
 
     def _format_fields(self) -> dict[str, Any]:

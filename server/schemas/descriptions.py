@@ -58,6 +58,7 @@ _CONVERSATION = {
     "chat_template": "replaces the model's template, if the server allows it",
     "chat_template_kwargs": "variables of the chat template",
     "enable_thinking": "variable of the chat template: reason before the answer",
+    "verbosity": "variable of the chat template",
     "reasoning_effort": "variable of the chat template; none: no reasoning",
     "documents": "variable of the chat template",
     "system": "the system message: a text or text blocks",

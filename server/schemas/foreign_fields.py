@@ -122,7 +122,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("thinking_token_budget", (COMPLETIONS,), "reasoning", instead="use /v1/chat/completions"),
     Refused("max_thinking_tokens", (GENERATE,), "reasoning"),
     Refused("require_reasoning", (GENERATE,), "reasoning", (False,)),
-    Refused("verbosity", (CHAT,), "reasoning", ("medium",)),
     Refused("stream_reasoning", (CHAT,), "reasoning", (True,), instead="use include_reasoning to leave it out"),
     # Other media.
     Refused("audio", (CHAT,), "other media"),

@@ -17,7 +17,8 @@ from server.schemas.translation import SamplingExtensions, chat_body, translated
 
 SENT_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning",
-    "enable_thinking": "reasoning", "logprobs": "top_logprobs", "tool_choice.allowed_tools": "tool_choice",
+    "enable_thinking": "reasoning", "verbosity": "text", "logprobs": "top_logprobs",
+    "tool_choice.allowed_tools": "tool_choice",
 }  # fmt: skip
 """Fields of a chat request -> the fields of this API that they are made of."""
 
@@ -68,7 +69,7 @@ _TEXT_FIELD = {
                 "schema": {"type": "object"},
             },
         },
-        "verbosity": {"enum": ["medium", None]},
+        "verbosity": {"enum": ["low", "medium", "high", None]},
     },
 }  # fmt: skip
 _REASONING = {"type": "object", "properties": {"effort": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
@@ -144,7 +145,7 @@ class ResponsesBody(SamplingExtensions):
             "model": self.model, "messages": messages.found, "tools": [*self._tools()],
             "tool_choice": self._tool_choice(), "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self._effort(), "max_tokens": self.max_output_tokens, "temperature": self.temperature,
-            "top_p": self.top_p, "stream": self.stream, **self.extensions(), **self._format(),
+            "top_p": self.top_p, "stream": self.stream, **self.extensions(), **self._text_fields(),
         }  # fmt: skip
         if self.wants_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
@@ -203,7 +204,7 @@ class ResponsesBody(SamplingExtensions):
         _check_keys(self.reasoning, _REASONING_KEYS, "reasoning", "reasoning")
         return self.reasoning.get("effort")
 
-    def _format(self) -> dict[str, Any]:
+    def _text_fields(self) -> dict[str, Any]:
         if self.text is None:
             return {}
         if not isinstance(self.text, dict):
@@ -211,9 +212,10 @@ class ResponsesBody(SamplingExtensions):
         for name in self.text:
             if name not in ("format", "verbosity"):
                 raise RequestError(f"text.{name[:40]} is not supported; remove it", param="text")
-        if self.text.get("verbosity") not in (None, "medium"):
-            raise RequestError("text.verbosity is not supported; remove it", param="text")
-        found = self.text.get("format") or {"type": "text"}
+        return {"verbosity": self.text.get("verbosity"), **self._format(self.text.get("format"))}
+
+    def _format(self, found: Any) -> dict[str, Any]:
+        found = found or {"type": "text"}
         kind = found.get("type") if isinstance(found, dict) else found
         if kind == "text":
             return {}

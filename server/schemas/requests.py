@@ -237,7 +237,9 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         if not names:
             raise
         ours = "|".join(map(re.escape, names))
-        message = re.sub(rf"(?<![\w'\"])(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
+        # A name within quotes is a value, and chat_template_kwargs has the template's names.
+        outside = r"(?<![\w'\"])(?<!chat_template_kwargs\.)"
+        message = re.sub(rf"{outside}(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
         raise type(error)(message, param=names.get(error.param or "", error.param)) from error
 
 
@@ -529,6 +531,7 @@ class ConversationFields(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
+    verbosity: Literal["low", "medium", "high"] | None = None
     documents: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
 
     @cached_property
@@ -560,7 +563,6 @@ class ConversationFields(Wire):
             messages=plain,
             tools=[] if self.tool_choice == "none" else self.checked_tools,
             variables=self._variables(),
-            own_fields=self.model_fields_set,
             documents=self.documents or [],
             add_generation_prompt=not continues and self.add_generation_prompt is not False,
             continue_final_message=continues,
@@ -572,7 +574,7 @@ class ConversationFields(Wire):
         for name in variables:
             if name in RESERVED or not name.isidentifier():
                 raise RequestError(f"chat_template_kwargs can't set {name[:80]!r}", param="chat_template_kwargs")
-        own: dict[str, Any] = {"enable_thinking": self.enable_thinking}
+        own: dict[str, Any] = {"enable_thinking": self.enable_thinking, "verbosity": self.verbosity}
         if self.reasoning_effort == "none":
             own = {"enable_thinking": False} | {name: value for name, value in own.items() if value is not None}
         else:
@@ -626,7 +628,7 @@ class ChatBody(ConversationFields, OpenAISampling):
 
 _OF_CONVERSATIONS = (
     "tools", "documents", "chat_template", "chat_template_kwargs", "continue_final_message", "enable_thinking",
-    "reasoning_effort",
+    "reasoning_effort", "verbosity",
 )  # fmt: skip
 
 

@@ -145,6 +145,7 @@ class Service:
         self._started = self.counters.gauge_index(STARTED)
         self._numbers = itertools.count()
         self.outputs = OutputBudget(config.max_total_logprob_bytes)
+        self.unread_hints: set[str] = set()  # that the log has named
         self._aborts: set[asyncio.Task[None]] = set()
         self._unyielded = 0  # characters and token ids of prompts since the event loop last ran other tasks
 

@@ -59,9 +59,9 @@ def test_the_final_message_is_continued(server):
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         ({"continue_final_message": True, "messages": [{"role": "assistant"}]}, "continue_final_message", "no text"),
-        ({"enable_thinking": True}, "enable_thinking", "doesn't read"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "doesn't read"),
-        ({"chat_template_kwargs": {"verbose": 1}}, "chat_template_kwargs", "doesn't read verbose"),
+        ({"chat_template_kwargs": {"verbose": 1}}, "chat_template_kwargs", "doesn't read 'verbose'"),
+        ({"chat_template_kwargs": {"max_tokens": 1}}, "chat_template_kwargs", "doesn't read 'max_tokens'"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort", "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "can't set"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking", "differ"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type"),
@@ -87,6 +87,52 @@ def test_invalid_options_are_named(server, fields, param, needle):
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param and needle in error["message"], error
+
+
+WARNING = "{} has no effect: the chat template doesn't read {}".format
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "names"),
+    [
+        (CHAT, {"reasoning_effort": "high", "verbosity": "low"}, [("verbosity",) * 2, ("reasoning_effort",) * 2]),
+        (CHAT, {"enable_thinking": True}, [("enable_thinking",) * 2]),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "thinking_budget": 9}},
+         [(f"chat_template_kwargs.{name}", name) for name in ("enable_thinking", "thinking", "thinking_budget")]),
+        ("/tokenize", {"reasoning_effort": "high"}, [("reasoning_effort",) * 2]),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, [("reasoning", "reasoning_effort")]),
+        ("/v1/responses", {"text": {"verbosity": "high"}}, [("text", "verbosity")]),
+        ("/v1/responses", {"chat_template_kwargs": {"enable_thinking": True}},
+         [("chat_template_kwargs.enable_thinking", "enable_thinking")]),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, [("thinking", "enable_thinking")]),
+        ("/v1/messages", {"output_config": {"effort": "max"}}, [("output_config", "reasoning_effort")]),
+        ("/v1/messages/count_tokens", {"output_config": {"effort": "low"}}, [("output_config", "reasoning_effort")]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hint_that_the_template_does_not_read_is_a_warning(server, path, fields, names, stream):
+    body = {"messages": MESSAGES, "max_tokens": 1} if path != "/v1/responses" else {"input": "red"}
+    body |= {"max_output_tokens": 1} if path == "/v1/responses" else {}
+    body |= {"model": "tiny"} if "messages" in path else {}
+    body |= {"stream": True} if stream else {}
+    if path in ("/tokenize", "/v1/messages/count_tokens"):
+        body = {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
+    plain, hinted = server.post(path, body), server.post(path, body | fields)
+    assert hinted.status_code == 200, hinted.text
+    assert hinted.headers["x-encore-warning"] == "; ".join(WARNING(*pair) for pair in names)
+    assert "x-encore-warning" not in plain.headers
+
+
+def test_the_log_names_a_hint_without_effect_once(start_server, caplog):
+    server = start_server(trust_request_chat_template=True)
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    for fields in ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}, {"enable_thinking": True}):
+        server.answer(CHAT, body | fields)
+    found = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert [text.split()[5] for text in found] == ["reasoning_effort", "enable_thinking"]
+    own = body | {"chat_template": "{{ messages[0].content }} {{ enable_thinking }}", "enable_thinking": True}
+    response = server.post(CHAT, own)
+    assert response.status_code == 200 and "x-encore-warning" not in response.headers
 
 
 def test_options_without_an_effect_are_accepted(server):

@@ -43,7 +43,7 @@ MESSAGES = [{"role": "user", "content": "red"}, {"role": "assistant", "content":
     [
         ("tool_choice", "required"),
         ("tools", [{"type": "function"}]),
-        ("chat_template_kwargs", {"enable_thinking": True}),
+        ("chat_template_kwargs", {"verbose": True}),
         ("documents", [{"text": "a"}]),
         ("add_special_tokens", True),
     ],
@@ -63,6 +63,7 @@ def test_tokenize_refuses_what_a_chat_refuses(server, field, value):
         ("continue_final_message", True),
         ("chat_template_kwargs", {"enable_thinking": True}),
         ("reasoning_effort", "low"),
+        ("verbosity", "low"),
     ],
 )
 def test_fields_of_conversations_are_refused_with_a_prompt(server, field, value):
