@@ -72,6 +72,7 @@ class ServerConfig(NamesFields):
             /v1/responses, with their conversations. The oldest are deleted first. 0 entries: store none.
         response_store_seconds: How long a response is stored.
         trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a process of their own.
+        enable_prompt_tokens_details: Send `usage.prompt_tokens_details`; None: unless compat is "vllm", as in vLLM.
         compat: "vllm": also export metrics under vLLM's names, and answer /version with the vLLM release that is
             followed. "none": neither.
         log_level, log_format: Lowest level that is logged; "text" or "json".
@@ -109,6 +110,7 @@ class ServerConfig(NamesFields):
     response_store_bytes: int = 64 * 1024 * 1024
     response_store_seconds: float = 3600.0
     trust_request_chat_template: bool = False
+    enable_prompt_tokens_details: bool | None = None
     compat: str = "none"
     log_level: str = "info"
     log_format: str = "text"
@@ -142,6 +144,10 @@ class ServerConfig(NamesFields):
                 )
         _check_int("response_store_entries", self.response_store_entries, 0, 100_000)
         _check_int("response_store_bytes", self.response_store_bytes, 1024, 2**40)
+        if not isinstance(self.enable_prompt_tokens_details, bool | None):
+            raise ConfigError(
+                f"enable_prompt_tokens_details={self.enable_prompt_tokens_details!r} must be True or False"
+            )
         _check_seconds("response_store_seconds", self.response_store_seconds, 1)
         _check_seconds("header_seconds", self.header_seconds, 0.1)
         _check_seconds("write_seconds", self.write_seconds, 0.1)
@@ -162,6 +168,12 @@ class ServerConfig(NamesFields):
     def total_body_bytes(self) -> int:
         """Maximum size of all bodies of an API worker together."""
         return 8 * self.max_body_bytes if self.max_total_body_bytes is None else self.max_total_body_bytes
+
+    @property
+    def sends_prompt_tokens_details(self) -> bool:
+        """Whether answers have `usage.prompt_tokens_details`."""
+        default = self.compat != "vllm"
+        return default if self.enable_prompt_tokens_details is None else self.enable_prompt_tokens_details
 
     @property
     def api_workers(self) -> int:

@@ -51,6 +51,7 @@ SERVER_HELP = {
     "response_store_bytes": "maximum size of all stored responses with their conversations",
     "response_store_seconds": "how long a response is stored",
     "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a process of their own",
+    "enable_prompt_tokens_details": "send usage.prompt_tokens_details; none: unless --compat vllm is on",
     "compat": "vllm: metrics under vLLM's names too, and /version answers with the vLLM release that is followed",
     "log_level": "log level",
     "log_format": "log format: lines of text or of JSON",

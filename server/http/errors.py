@@ -33,6 +33,7 @@ log = logging.getLogger("encore.server")
 
 INVALID = "invalid_request_error"
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/")  # the first exactly, the second as a prefix
+THREAD_NOT_FOUND = "thread_not_found"
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
@@ -109,7 +110,9 @@ def in_format_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, A
     """Return an error body in the format of the API that the request is for."""
     if not is_anthropic(scope):
         return body
-    error = {"type": _ANTHROPIC_TYPES.get(status, INVALID), "message": body["error"]["message"]}
+    error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, INVALID), "message": body["error"]["message"]}
+    if body["error"]["code"] == THREAD_NOT_FOUND:  # Anthropic's clients then send the whole conversation
+        error["details"] = {"error_code": THREAD_NOT_FOUND}
     return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
 
 

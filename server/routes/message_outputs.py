@@ -17,12 +17,12 @@ Event = dict[str, Any]
 class MessageEvents:
     """Turns the parts of one output into the events of its content blocks, and collects the blocks.
 
-    `content` has the blocks so far, complete once `end` was called. Adjacent text of one kind is one block, however it
-    was cut.
+    `omits_thinking`: thinking blocks stay empty. `content` has the blocks so far, complete once `end` was called.
+    Adjacent text of one kind is one block, however it was cut.
     """
 
-    def __init__(self, short_ids: bool = False):
-        self._short_ids = short_ids
+    def __init__(self, short_ids: bool = False, omits_thinking: bool = False):
+        self._short_ids, self._omits_thinking = short_ids, omits_thinking
         self._is_open = False
         self.content: list[dict[str, Any]] = []
 
@@ -54,6 +54,8 @@ class MessageEvents:
         if not self._is_open or self.content[-1]["type"] != block:
             empty = {"type": block, key: ""} | ({"signature": ""} if block == "thinking" else {})
             events = self._open(empty)
+        if block == "thinking" and self._omits_thinking:
+            return events
         self.content[-1][key] += text
         return [*events, self._delta({"type": delta, key: text})]
 
@@ -69,10 +71,28 @@ class MessageEvents:
 
 def usage(job: Job) -> dict[str, int]:
     """Return the `usage` object of a job so far. Cached prompt tokens are counted apart, as in Anthropic's API."""
+    return _usage(job, job.output.cached_tokens, 0)
+
+
+def vllm_start_usage(job: Job) -> dict[str, int]:
+    """Return the `usage` object of message_start as vLLM sends it: the whole prompt, and no output yet."""
+    return {"input_tokens": job.prompt_tokens, "output_tokens": 0}
+
+
+def vllm_usage(job: Job, page_size: int) -> dict[str, int]:
+    """Return the `usage` object as vLLM sends it: tokens that the prompt added to the prefix cache count apart too.
+
+    `page_size`: tokens per cached page; 0: nothing is cached.
+    """
     cached = job.output.cached_tokens
+    whole_pages = job.prompt_tokens // page_size * page_size if page_size else 0
+    return _usage(job, cached, max(0, whole_pages - cached))
+
+
+def _usage(job: Job, cached: int, created: int) -> dict[str, int]:
     return {
-        "input_tokens": job.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": job.prompt_tokens - cached - created,
+        "cache_creation_input_tokens": created,
         "cache_read_input_tokens": cached,
         "output_tokens": len(job.output.token_ids),
     }

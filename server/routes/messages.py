@@ -13,12 +13,12 @@ from fastapi.responses import Response
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
-from server.http.errors import body_of, in_format_of
+from server.http.errors import THREAD_NOT_FOUND, WireError, body_of, in_format_of
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
 from server.routes.chat_run import ChatRun
 from server.routes.hints import warn_of_unread
-from server.routes.message_outputs import Event, MessageEvents, stopped, usage
+from server.routes.message_outputs import Event, MessageEvents, stopped, usage, vllm_start_usage, vllm_usage
 from server.schemas import anthropic_responses as wire
 from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
 from server.schemas.translation import translated_errors
@@ -67,7 +67,13 @@ class _MessageRun:
 
     def __init__(self, request: Request, body: MessagesBody):
         self._service: Service = request.app.state.service
+        if body.continues_thread:
+            raise WireError(
+                404, "thread: no conversation is stored here; send all its messages", type="not_found_error",
+                param="thread", code=THREAD_NOT_FOUND,
+            )  # fmt: skip
         chat, self._places = body.chat(_reasons(self._service))
+        self._omits_thinking = body.omits_thinking
         self._max_tokens = body.max_tokens
         self._id = f"msg_{request.state.request_id}"
         self._model = body.model
@@ -104,7 +110,7 @@ class _MessageRun:
         with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
             job = await self._run.submit()
             parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
-            self._output = MessageEvents(self._run.short_ids)
+            self._output = MessageEvents(self._run.short_ids, self._omits_thinking)
             start: list[Event] | None = None
             async with aclosing(self._service.run(job, reservation)) as arrivals:
                 async for deltas in arrivals:
@@ -119,16 +125,26 @@ class _MessageRun:
             ends = stopped(job, parser.found_calls, self._max_tokens)
             yield [
                 *self._output.end(),
-                {"type": "message_delta", "delta": ends, "usage": usage(job)},
+                {"type": "message_delta", "delta": ends, "usage": self._usage(job)},
                 {"type": "message_stop"},
             ]
 
     def _start(self, job: Job) -> Event:
         message: dict[str, Any] = {
             "id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": usage(job),
+            "stop_reason": None, "stop_sequence": None, "usage": self._usage(job, at_start=True),
         }  # fmt: skip
         return {"type": "message_start", "message": message}
+
+    def _usage(self, job: Job, at_start: bool = False) -> dict[str, int]:
+        config, info = self._service.config, self._service.client.info()
+        if config.compat != "vllm":
+            return usage(job)
+        if at_start:
+            return vllm_start_usage(job)
+        if not config.sends_prompt_tokens_details:
+            return vllm_start_usage(job) | {"output_tokens": len(job.output.token_ids)}
+        return vllm_usage(job, info.page_size if info.enable_prefix_caching else 0)
 
 
 def _reasons(service: Service) -> bool:

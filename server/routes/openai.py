@@ -105,7 +105,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                     )
                 ]
                 extra = {"stats": stats(jobs)} if body.return_stats else {}
-                return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
+                return {
+                    **head,
+                    "choices": choices,
+                    "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details),
+                    **extra,
+                }
 
             yield await service.write(jobs, build, reservation)
 
@@ -144,7 +149,12 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
                     extra["prompt_token_ids"] = jobs[0].output.prompt_token_ids
                 if body.prompt_logprobs is not None:
                     extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, jobs[0], body.prompt_logprobs)
-                return {**head, "choices": choices, "usage": answers.usage(jobs), **extra}
+                return {
+                    **head,
+                    "choices": choices,
+                    "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details),
+                    **extra,
+                }
 
             yield await service.write(jobs, build, reservation)
 
@@ -169,7 +179,10 @@ async def _stream(
     def shared() -> Head:
         if not body.include_usage:
             return head
-        return {**head, "usage": answers.usage(jobs) if body.continuous_usage else None}
+        return {
+            **head,
+            "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details) if body.continuous_usage else None,
+        }
 
     with service.admission(num_sequences) as reservation:
         jobs: list[Job] = await submit()
@@ -187,7 +200,7 @@ async def _stream(
                     yield written
         last: dict[str, Any] = {}
         if body.include_usage:
-            last["usage"] = answers.usage(jobs)
+            last["usage"] = answers.usage(jobs, service.config.sends_prompt_tokens_details)
         if body.return_stats:
             last["stats"] = stats(jobs)
         if last:

@@ -18,8 +18,8 @@ from server.serving.tokenization import Tokenization
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
-def usage(jobs: Iterable[Job]) -> dict[str, Any]:
-    """Return the `usage` object of a request."""
+def usage(jobs: Iterable[Job], with_details: bool = True) -> dict[str, Any]:
+    """Return the `usage` object of a request. Without details, `prompt_tokens_details` is null, as in vLLM."""
     jobs = list(jobs)
     prompt = sum(job.prompt_tokens for job in jobs)
     completion = sum(len(choice.token_ids) for job in jobs for choice in job.choices)
@@ -28,7 +28,7 @@ def usage(jobs: Iterable[Job]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached} if with_details else None,
     }
 
 

@@ -34,6 +34,18 @@ _TOOL = {
     },
     "required": ["name", "input_schema"],
 }  # fmt: skip
+_THREAD = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["create", "continue"]}, "previous_message_id": {"type": "string"}},
+            "required": ["type"],
+        },
+        {"type": "null"},
+    ]
+}  # fmt: skip
+# Keys of `thinking` beside type and budget_tokens -> the accepted values; None: any value, without effect.
+_THINKING_KEYS: Mapping[str, tuple[Any, ...] | None] = {"display": ("summarized", "omitted"), "block_binding": None}
 _TOOLS = {"anyOf": [{"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}, {"type": "null"}]}
 _CHOICE = {
     "anyOf": [
@@ -155,6 +167,11 @@ class CountTokensBody(Wire):
             )
         if kind in ("enabled", "disabled"):
             fields["enable_thinking"] = kind == "enabled"
+        for name, value in self.thinking.items() if isinstance(self.thinking, dict) else ():
+            accepted = _THINKING_KEYS.get(name, ())
+            if name not in ("type", "budget_tokens") and accepted is not None and value not in (None, *accepted):
+                shown = str(value)[:40]
+                raise RequestError(f"thinking.{name[:40]} {shown!r} is not supported; remove it", param="thinking")
         budget = self.thinking.get("budget_tokens") if isinstance(self.thinking, dict) else None
         if budget is not None and (type(budget) is not int or budget < 1):
             raise RequestError("thinking.budget_tokens must be a number of tokens, at least 1", param="thinking")
@@ -197,6 +214,20 @@ class MessagesBody(CountTokensBody, SamplingExtensions):
     temperature: float | None = Field(default=None, json_schema_extra=RANGES["temperature"])
     top_p: float | None = Field(default=None, json_schema_extra=RANGES["top_p"])
     stream: bool | None = None
+    thread: Annotated[Any, WithJsonSchema(_THREAD)] = None
+
+    @property
+    def continues_thread(self) -> bool:
+        """Whether the server should know the messages before these. Raises RequestError for an unknown thread type."""
+        kind = self.thread.get("type") if isinstance(self.thread, dict) else self.thread
+        if kind not in (None, "create", "continue"):
+            raise RequestError(f'thread.type must be "create" or "continue", found {str(kind)[:40]!r}', param="thread")
+        return kind == "continue"
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether thinking blocks stay empty."""
+        return isinstance(self.thinking, dict) and self.thinking.get("display") == "omitted"
 
     def _sampling_fields(self) -> dict[str, Any]:
         if self.max_tokens < 1:

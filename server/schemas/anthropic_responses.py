@@ -32,11 +32,14 @@ class ToolUseBlock(Answer):
 
 
 class MessageUsage(Answer):
-    """Token counts. The prompt has the tokens of all three input counts."""
+    """Token counts. The prompt has the tokens of all three input counts.
+
+    The two counts of cached tokens are absent where vLLM leaves them out, with `--compat vllm`.
+    """
 
     input_tokens: int
-    cache_creation_input_tokens: Literal[0]
-    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
     output_tokens: int
 
 

@@ -115,7 +115,7 @@ OF_BODY = {
         "instructions": "the system message",
         "previous_response_id": "continue this stored response",
         "store": "false: don't store the response",
-        "text": "format of the answer: text, json_object or json_schema",
+        "text": "format of the answer: text, json_object or json_schema; verbosity, passed to the chat template",
         "reasoning": "effort, passed to the chat template",
         "include": "message.output_text.logprobs: logprobs of the text",
         "max_output_tokens": "maximum number of generated tokens, reasoning included",
@@ -124,6 +124,7 @@ OF_BODY = {
     },
     "MessagesBody": {
         "stop_sequences": "strings that end the text; removed from it",
+        "thread": "create: no effect; continue: refused, so that clients send the whole conversation",
     },
     "StreamOptions": {
         "include_usage": "usage in a last chunk",

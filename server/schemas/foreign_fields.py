@@ -203,7 +203,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("diagnostics", (MESSAGES,), "values in the answer"),
     Refused("inference_geo", (MESSAGES,), "where the answer is computed"),
     Refused("compaction", _ANTHROPIC, "the prompt"),
-    Refused("thread", (MESSAGES,), "the prompt"),
     Refused("fallbacks", (MESSAGES,), "the model", ([],)),
     Ignored("betas", _ANTHROPIC, "names of beta features"),
     Ignored("billing_policy", _ANTHROPIC, "bookkeeping of Anthropic's platform"),

@@ -42,12 +42,12 @@ class CachedTokens(Answer):
 
 
 class Usage(Answer):
-    """Token counts of a request."""
+    """Token counts of a request. The details are null without `--enable-prompt-tokens-details` in vLLM's mode."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: CachedTokens | None
 
 
 class Stats(Answer):

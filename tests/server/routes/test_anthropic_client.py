@@ -210,6 +210,100 @@ def test_thinking_is_allowed_with_a_model_that_does_not_reason(client):
         assert client.messages.create(messages=MESSAGES, thinking=thinking, **GREEDY).content == plain
 
 
+def test_the_counts_of_a_stream_add_up_with_cached_prompts(client):
+    request = {**GREEDY, "messages": [{"role": "user", "content": "a tall tree in the deep forest " * 8}]}
+    total = client.messages.count_tokens(model="tiny", messages=request["messages"]).input_tokens
+    for cached in (False, True, True):
+        with client.messages.create(**request, stream=True) as stream:
+            events = list(stream)
+        start = next(event.message.usage for event in events if event.type == "message_start")
+        end = next(event.usage for event in events if event.type == "message_delta")
+        for usage in (start, end):
+            assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == total
+            assert usage.cache_read_input_tokens >= 16 if cached else usage.cache_read_input_tokens == 0
+        assert 1 <= start.output_tokens <= end.output_tokens == 10
+        whole = client.messages.create(**request).usage
+        assert whole.cache_read_input_tokens >= 16 and whole.input_tokens + whole.cache_read_input_tokens == total
+
+
+def test_counts_are_vllms_with_compat(start_server):
+    request = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "a deep forest " * 16}]}
+    ignored = {"ignore_eos": True}
+    servers = [start_server(compat="vllm", enable_prompt_tokens_details=details) for details in (True, None)]
+    for server, shows_details in zip(servers, (True, False), strict=True):
+        total = server.answer("/v1/messages/count_tokens", {"model": "tiny", "messages": request["messages"]})
+        total = total["input_tokens"]
+        for attempt in range(2):
+            text = server.post("/v1/messages", {**request, **ignored, "stream": True}).text
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+            assert events[0]["message"]["usage"] == {"input_tokens": total, "output_tokens": 0}
+            pages = total // 16 * 16
+            [end] = [event["usage"] for event in events if event["type"] == "message_delta"]
+            if not shows_details:
+                assert end == {"input_tokens": total, "output_tokens": 3}
+                continue
+            cached = end["cache_read_input_tokens"]
+            assert cached == 0 if attempt == 0 else cached >= pages - 16
+            assert end["cache_creation_input_tokens"] == pages - cached
+            assert end["input_tokens"] == total - pages and end["output_tokens"] == 3
+        chat = server.answer("/v1/chat/completions", {**request, "stream": False})
+        details = chat["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] > 0 if shows_details else details is None
+
+
+def test_a_tool_runner_sends_the_whole_conversation_in_each_turn(client, guarded):
+    """It asks for a conversation that the server keeps, and must notice that there is none."""
+    seen = []
+
+    @anthropic.beta_tool
+    def look(day: str) -> str:
+        """Look.
+
+        Args:
+            day: The day.
+        """
+        seen.append(day)
+        return f"seen {day}"
+
+    runner = client.beta.messages.tool_runner(
+        model="tiny", max_tokens=200, messages=MESSAGES, tools=[look], tool_choice={"type": "any"}, max_iterations=3,
+        extra_body={"temperature": 0},
+    )  # fmt: skip
+    turns = list(runner)
+    assert len(turns) == 3 and len(seen) >= 2, turns
+    prompts = [turn.usage.input_tokens + turn.usage.cache_read_input_tokens for turn in turns]
+    assert prompts[0] < prompts[1] < prompts[2]  # the calls and results before are part of the prompt
+
+
+def test_threads_are_refused_in_the_way_that_clients_recover_from(client):
+    kept = {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.beta.messages.create(messages=MESSAGES, **GREEDY, **kept)
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    plain = client.messages.create(messages=MESSAGES, **GREEDY).content[0].text
+    made = client.beta.messages.create(messages=MESSAGES, **GREEDY, thread={"type": "create"})
+    assert made.content[0].text == plain
+    conversation = client.beta.messages.thread(model="tiny", max_tokens=10)
+    first, second = (conversation.send({"role": "user", "content": text}) for text in ("red", "blue"))
+    assert second.usage.input_tokens + second.usage.cache_read_input_tokens > first.usage.input_tokens + 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"thread": {"type": "fork"}}, "thread.type must be"),
+        ({"thread": "create "}, "thread.type must be"),
+        ({"thinking": {"type": "adaptive", "display": "updates"}}, "thinking.display 'updates' is not supported"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "thinking.budget '5' is not supported"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget is not"),
+    ],
+)
+def test_parts_of_fields_are_refused_by_name(client, fields, words):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(messages=MESSAGES, model="tiny", max_tokens=1, extra_body=fields)
+    assert words in caught.value.body["error"]["message"]
+
+
 def test_closing_a_stream_aborts_its_request(guarded, client):
     endless = {"model": "tiny", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
     with client.messages.stream(messages=MESSAGES, **endless) as stream:

@@ -110,11 +110,15 @@ def test_reasoning_of_a_response(tiny_model):
         response = handle.answer("/v1/responses", body)
         chat = {"model": "tiny", "messages": [{"role": "user", "content": body["input"]}], "max_tokens": 30}
         message = handle.answer("/v1/messages", chat | {"seed": 1, "ignore_eos": True})
+        hidden = chat | {"seed": 1, "ignore_eos": True, "thinking": {"type": "adaptive", "display": "omitted"}}
+        omitted = handle.answer("/v1/messages", hidden)
     openai_response_objects.ResponseObject.model_validate(response, strict=True)
     anthropic_responses.Message.model_validate(message, strict=True)
     [item], [block] = response["output"], message["content"]
     assert item["type"] == "reasoning" and item["status"] == "incomplete" and block["type"] == "thinking"
     assert item["content"][0]["text"] == block["thinking"]
+    assert omitted["content"] == [{"type": "thinking", "thinking": "", "signature": ""}]
+    assert omitted["usage"]["output_tokens"] == 30
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 30
 
 
