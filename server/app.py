@@ -59,7 +59,7 @@ def create_app(
     registry = CollectorRegistry()
     service = Service(client, config, counters, start_time)
     responses = response_counts(service.counters)
-    engine_metrics = EngineCollector(client, lambda: service.started)
+    engine_metrics = EngineCollector(client, lambda: service.started, config.engine.num_speculative_tokens)
     registry.register(service.metrics)
     registry.register(responses)
     registry.register(ServiceCollector(service))

@@ -14,7 +14,7 @@ from engine.protocol.messages import EngineStats
 
 COUNTS = (
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "steps",
-    "idle_check_failures", "draft_tokens", "accepted_tokens",
+    "idle_check_failures", "draft_tokens", "accepted_tokens", "drafts",
 )  # fmt: skip
 GRAPH_COUNTS = (
     "replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens", "padded_tokens",
@@ -27,7 +27,13 @@ def totals_after_exit(ended: EngineStats, reason: str) -> EngineStats:
     counts = {name: getattr(ended, name) for name in COUNTS}
     graphs = {name: ended.graphs[name] for name in (*GRAPH_COUNTS, "capture_seconds") if name in ended.graphs}
     return EngineStats(
-        **counts, ended=dict(ended.ended), graphs=graphs, weight_version=ended.weight_version, last_error=reason
+        **counts,
+        ended=dict(ended.ended),
+        accepted_by_position=dict(ended.accepted_by_position),
+        histograms=ended.histograms,
+        graphs=graphs,
+        weight_version=ended.weight_version,
+        last_error=reason,
     )
 
 
@@ -38,13 +44,13 @@ def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
     for name in GRAPH_COUNTS:
         if name in before.graphs or name in now.graphs:
             graphs[name] = _sum(before.graphs.get(name, ()), now.graphs.get(name, ()))
-    times = [stats.graphs["capture_seconds"] for stats in (before, now) if "capture_seconds" in stats.graphs]
-    if times:
-        graphs["capture_seconds"] = times[0] if len(times) == 1 else _sum_histograms(*times)
+    graphs |= _sum_all({"capture_seconds": stats.graphs.get("capture_seconds")} for stats in (before, now))
     return dataclasses.replace(
         now,
         **counts,
         ended=dict(Counter(before.ended) + Counter(now.ended)),
+        accepted_by_position=dict(Counter(before.accepted_by_position) + Counter(now.accepted_by_position)),
+        histograms=_sum_all((before.histograms, now.histograms)),
         graphs=graphs,
         last_error=now.last_error or before.last_error,
     )
@@ -56,6 +62,16 @@ def _sum(*lists: Iterable[tuple[tuple, int]]) -> list[tuple[tuple, int]]:
         for labels, count in pairs:
             total[tuple(labels)] += count
     return list(total.items())
+
+
+def _sum_all(of_processes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sum of each histogram; one that a process doesn't have, or has as None, counts nothing there."""
+    total: dict[str, Any] = {}
+    for histograms in of_processes:
+        for name, found in histograms.items():
+            if found is not None:
+                total[name] = _sum_histograms(total[name], found) if name in total else found
+    return total
 
 
 def _sum_histograms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler
+from engine.utils.histogram import Histogram
 from engine.worker.async_output import StepResult
 
+PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity) at position {position} of this request, "
     "whose prompt has {prompt} tokens: check the weights"
@@ -36,6 +38,9 @@ class StepFinisher:
         self.events: list[TokenEvent] = []
         self.generated_tokens = 0  # tokens appended to requests
         self.draft_tokens = self.accepted_tokens = 0  # drafts proposed, and those that sampling confirmed
+        self.drafts = 0  # rows with drafts
+        self.accepted_by_position: Counter[int] = Counter()  # the accepted draft tokens, by position in their draft
+        self.preemptions = Histogram(PREEMPTION_BOUNDS)  # of the requests that ended
         self.ended: Counter[str] = Counter()
 
     def finish_step(self, batch: Batch, result: StepResult, masked_next: Batch | None = None) -> None:
@@ -125,6 +130,8 @@ class StepFinisher:
             start += row.length
             self.draft_tokens += len(row.drafts)
             self.accepted_tokens += max(0, len(accepted) - 1)
+            self.drafts += 1
+            self.accepted_by_position.update(range(len(accepted) - 1))
         return verified
 
     def _finish_drafts(self, request: Request, accepted: list[int]) -> None:
@@ -208,6 +215,7 @@ class StepFinisher:
         reason = event.finish_reason or state.value
         self.scheduler.finish(request, state, reason)
         self.ended[reason] += 1
+        self.preemptions.observe(request.num_preemptions)
 
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""

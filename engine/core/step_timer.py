@@ -50,7 +50,7 @@ class StepTimer:
 
     def finished(self, batch: Batch, enqueued: float) -> None:
         """Record that the results of a step, enqueued at that time, have arrived. Call it for all, in order."""
-        now, tokens = self._clock(), _prompt_tokens(batch)
+        now, tokens = self._clock(), prompt_tokens(batch)
         seconds = now - max(enqueued, self._last_finished)
         if tokens >= MIN_PROMPT_TOKENS:
             self._rates.append(seconds / tokens)
@@ -60,7 +60,7 @@ class StepTimer:
 
     def seconds_to_wait(self, batch: Batch, enqueued: float) -> float:
         """Return for how long no step needs to be scheduled after this one, the only one in flight; 0 if at once."""
-        end = max(enqueued, self._last_finished) + SAFETY * self._estimate(_prompt_tokens(batch))
+        end = max(enqueued, self._last_finished) + SAFETY * self._estimate(prompt_tokens(batch))
         wait = end - max(self._host_times, default=0.0) - self._clock()
         return wait if wait >= MIN_WAIT else 0.0
 
@@ -71,5 +71,6 @@ class StepTimer:
         return min(self._decodes, default=0.0)
 
 
-def _prompt_tokens(batch: Batch) -> int:
+def prompt_tokens(batch: Batch) -> int:
+    """Return the number of prompt tokens that a step computes."""
     return sum(chunk.length for chunk in batch.prefills)

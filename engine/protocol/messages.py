@@ -40,10 +40,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the loop's counters and gauges. `graphs` is the graph cache's snapshot as plain data."""
+    """A snapshot of the loop's counters and gauges.
+
+    `num_deferred` of the waiting sequences wait for their grammars. `graphs` is the graph cache's snapshot as plain
+    data, `histograms` those of engine.utils.histogram.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -52,6 +57,9 @@ class EngineStats:
     generation_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: int = 0
+    accepted_by_position: dict[int, int] = field(default_factory=dict)
+    histograms: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: int = 0
     ended: dict[str, int] = field(default_factory=dict)
     graphs: dict[str, Any] = field(default_factory=dict)

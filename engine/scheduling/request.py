@@ -89,6 +89,7 @@ class Request:
         self.num_hidden_states = 0  # leading tokens whose hidden states have arrived
         self.first_event_sent = False
         self.cached_tokens = 0
+        self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
         self.weight_version = weight_version
         self._state = RequestState.WAITING

@@ -517,6 +517,7 @@ class Scheduler:
         _remove_from_queue(self._running, entry)
         self._release(entry)
         self.num_preemptions += 1
+        entry.request.num_preemptions += 1
         self._enqueue(entry)
 
     def _enqueue(self, entry: QueuedRequest) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.observability.shared_counters import SharedCounter, SharedCounters, SharedHistogram
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
     from engine.client.async_client import Client
     from engine.protocol.outputs import OutputDelta
 
+QUEUE_FULL = "max_num_queued_reqs"  # vLLM's name of the reason
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+N_BUCKETS = (1, 2, 5, 10, 20)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class _Job(Protocol):
     started: float
     params: Any
+    max_tokens: int
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -84,6 +88,24 @@ class RequestMetrics:
         self.generation_tokens = histogram(
             "request_generation_tokens", "Generated tokens of a finished sequence.", COUNT_BUCKETS
         )
+        self.computed_prompt_tokens = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a finished sequence that were computed, not found in the prefix cache.",
+            COUNT_BUCKETS,
+        )
+        self.n = histogram("request_params_n", "The parameter n of a request.", N_BUCKETS)
+        self.max_tokens = histogram(
+            "request_params_max_tokens",
+            "Maximum number of tokens of a finished sequence; without max_tokens, what the context holds.",
+            COUNT_BUCKETS,
+        )
+        self.most_tokens = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence.", COUNT_BUCKETS
+        )
+        self.refused = SharedCounter(
+            counters, "admission_rejections", "Requests refused because the queue is full.", ["reason"]
+        )
+        self.refused.add_series(QUEUE_FULL)
         self.ended = SharedCounter(
             counters, "request_success", "Finished sequences, by finish reason.", ["finished_reason"]
         )
@@ -93,7 +115,7 @@ class RequestMetrics:
     def watch(self, job: _Job) -> RequestWatch:
         """Return a RequestWatch for one job."""
         self.prompt_tokens.observe(job.prompt_tokens)
-        return RequestWatch(self, job.started, job.params.n)
+        return RequestWatch(self, job)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
@@ -108,6 +130,11 @@ class RequestMetrics:
             self.inference_time,
             self.prompt_tokens,
             self.generation_tokens,
+            self.computed_prompt_tokens,
+            self.n,
+            self.max_tokens,
+            self.most_tokens,
+            self.refused,
             self.ended,
         ):
             yield from one.collect()
@@ -119,13 +146,16 @@ class RequestWatch:
     Call `observe_deltas` as deltas arrive, then `close`, whether the job finished, failed or was aborted.
     """
 
-    def __init__(self, metrics: RequestMetrics, started: float, sequences: int):
-        self._metrics, self._started = metrics, started
+    def __init__(self, metrics: RequestMetrics, job: _Job):
+        self._metrics, self._started = metrics, job.started
+        self._prompt_tokens, self._max_tokens, self._n = job.prompt_tokens, job.max_tokens, job.params.n
+        self._cached: dict[int, int] = {}
+        self._closed = False
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self._queued: dict[int, float] = {}
-        self._unfinished = set(range(sequences))
+        self._unfinished = set(range(self._n))
         self.queue_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.buckets: collections.Counter[int | None] = collections.Counter()  # tokens by graph bucket, None if eager
@@ -138,6 +168,7 @@ class RequestWatch:
             if delta.queue_time is not None:
                 self._metrics.queued.observe(delta.queue_time)
                 self._queued[delta.index] = delta.queue_time
+                self._cached[delta.index] = delta.cached_tokens
                 self.queue_seconds = max(self.queue_seconds or 0.0, delta.queue_time)
             count = len(delta.token_ids)
             if count:
@@ -166,6 +197,8 @@ class RequestWatch:
         self._metrics.e2e_latency.observe(now - self._started)
         tokens = self._tokens.get(index, 0)
         self._metrics.generation_tokens.observe(tokens)
+        self._metrics.max_tokens.observe(self._max_tokens)
+        self._metrics.computed_prompt_tokens.observe(self._prompt_tokens - self._cached.get(index, 0))
         if tokens:
             prefill = self._first[index] - self._started - self._queued.get(index, 0.0)
             decode = self._last[index] - self._first[index]
@@ -180,6 +213,10 @@ class RequestWatch:
         for _ in self._unfinished:
             self._metrics.ended.add("error" if failed else "abort")
         self._unfinished.clear()
+        if not self._closed:
+            self._closed = True
+            self._metrics.n.observe(self._n)
+            self._metrics.most_tokens.observe(max(self._tokens.values(), default=0))
 
 
 def response_counts(counters: SharedCounters) -> SharedCounter:
@@ -229,8 +266,8 @@ class EngineCollector:
     0.2 seconds old, are lost. Nothing is exported until `started` returns True, that is, until the model is loaded.
     """
 
-    def __init__(self, client: Client, started: Callable[[], bool]):
-        self._client, self._started = client, started
+    def __init__(self, client: Client, started: Callable[[], bool], num_speculative_tokens: int = 0):
+        self._client, self._started, self._num_drafted = client, started, num_speculative_tokens
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families of the engine and its graph cache."""
@@ -244,6 +281,14 @@ class EngineCollector:
         )
         yield gauge_family("num_requests_running", "Number of sequences in the running batch.", stats.num_running)
         yield gauge_family("num_requests_waiting", "Number of sequences waiting to be scheduled.", stats.num_waiting)
+        waiting = GaugeMetricFamily(
+            "encore_num_requests_waiting_by_reason",
+            "Waiting sequences: for a place in the batch (capacity), or for their grammar (deferred).",
+            labels=("reason",),
+        )
+        waiting.add_metric(("capacity",), stats.num_waiting - stats.num_deferred)
+        waiting.add_metric(("deferred",), stats.num_deferred)
+        yield waiting
         yield gauge_family("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", stats.kv_cache_usage)
         totals = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
@@ -251,6 +296,8 @@ class EngineCollector:
             "num_preemptions": ("Preempted sequences.", stats.num_preemptions),
             "prompt_tokens": ("Prompt tokens of scheduled requests.", stats.prompt_tokens),
             "generation_tokens": ("Generated tokens.", stats.generation_tokens),
+            "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "spec_decode_num_drafts": ("Drafts of speculative decoding.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Draft tokens of speculative decoding.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Draft tokens that sampling confirmed.", stats.accepted_tokens),
             "engine_steps": ("Engine steps.", stats.steps),
@@ -261,7 +308,36 @@ class EngineCollector:
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"encore_{name}", text, value=value)
+        sources = {
+            "local_compute": stats.prompt_tokens - stats.prefix_cache_hits,
+            "local_cache_hit": stats.prefix_cache_hits,
+        }
+        yield _by_label("prompt_tokens_by_source", "Prompt tokens: computed, or cached.", "source", sources)
+        cached = {"device": stats.prefix_cache_hits}
+        yield _by_label("prompt_tokens_cached_by_source", "Cached prompt tokens, by place.", "source", cached)
+        yield _by_label(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by position in the draft.",
+            "position",
+            {str(position): stats.accepted_by_position.get(position, 0) for position in range(self._num_drafted)},
+        )
+        for name, text, key in _HISTOGRAMS:
+            yield histogram_family(name, text, stats.histograms.get(key))
         yield from graph_families(stats.graphs)
+
+
+# (name, help, key in EngineStats.histograms)
+_HISTOGRAMS = (
+    ("iteration_tokens_total", "Prompt tokens computed and tokens generated by a step.", "iteration_tokens"),
+    ("request_num_preemptions", "How often an ended sequence was preempted.", "request_preemptions"),
+)
+
+
+def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"encore_{name}", text, labels=(label,))
+    for value, count in values.items():
+        family.add_metric((value,), count)
+    return family
 
 
 # (name, help, label names, key in graph_cache's snapshot). Each value there is a list of (label values, count).
@@ -296,16 +372,19 @@ def graph_families(snapshot: Mapping[str, Any]) -> Iterator[Metric]:
         "Share of the wanted graphs that are captured, from 0 to 1.",
         snapshot.get("warm_ratio", 0.0),
     )
-    yield _capture_seconds(snapshot.get("capture_seconds"))
+    yield histogram_family(
+        "graph_capture_seconds", "Time per graph capture in seconds.", snapshot.get("capture_seconds")
+    )
 
 
-def _capture_seconds(found: Mapping[str, Any] | None) -> Metric:
-    family = HistogramMetricFamily("encore_graph_capture_seconds", "Time per graph capture in seconds.")
+def histogram_family(name: str, text: str, found: Mapping[str, Any] | None) -> Metric:
+    """Return the family of a histogram as plain data: bounds, counts by bucket, and sum; without samples if None."""
+    family = HistogramMetricFamily(f"encore_{name}", text)
     if found is not None:
         total, buckets = 0, []
-        for bound, count in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
+        for bound, count in zip([*found["bounds"], float("inf")], found["counts"], strict=True):
             total += count
-            buckets.append((str(bound), total))
+            buckets.append((floatToGoString(bound), total))
         family.add_metric([], buckets, found["sum"])
     return family
 

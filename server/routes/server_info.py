@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 
 from server.http.openapi import NOT_SERVING, answered_by, failing
+from server.observability.exposition import exposition
 from server.pages import graphs as graphs_page
 from server.pages import page
 from server.schemas import responses as answers
@@ -63,8 +63,9 @@ async def show_version(request: Request) -> dict[str, str]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return all metrics in Prometheus text format."""
-    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
+    """Return all metrics: in Prometheus' text format, or in OpenMetrics if the header Accept asks for it."""
+    text, content_type = exposition(request.app.state.registry, ",".join(request.headers.getlist("accept")))
+    return Response(text, media_type=content_type)
 
 
 @router.get("/graphs", responses=answered_by(answers.Graphs, "text/html") | NOT_SERVING)

@@ -20,6 +20,11 @@ PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "triton", "fast
 def server_details(service: Service, as_text: bool) -> dict[str, Any]:
     """Return the body. `as_text`: vLLM's configuration as JSON text. Raises WireError 503 until the model is loaded."""
     _ = service.tokens
+    tools, reasoning = service.chat_formats.tools, service.chat_formats.reasoning
+    parsers = {
+        "tool_call_parser": "none" if tools is None else tools.name,
+        "reasoning_parser": "none" if reasoning is None else reasoning.name,
+    }
     info, stats, config = service.client.info(), service.client.stats(), service.config
     engine = config.engine
     names = list(service.model_names())
@@ -32,7 +37,8 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
             "generation_config": engine.generation_config, "default_sampling_params": dict(info.sampling_defaults),
         },
         "cache_config": {
-            "block_size": info.page_size, "num_gpu_blocks": info.num_pages,
+            "block_size": info.page_size, "num_gpu_blocks": info.num_pages, "cache_dtype": info.dtype,
+            "kv_cache_size_tokens": info.page_size * info.num_pages,
             "enable_prefix_caching": info.enable_prefix_caching,
             "gpu_memory_utilization": engine.gpu_memory_utilization,
         },
@@ -44,7 +50,7 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
             "async_scheduling": info.async_scheduling,
         },
         "device_config": {"device": info.device},
-        "structured_outputs_config": {"backend": "guidance", "reasoning_parser": config.reasoning_parser},
+        "structured_outputs_config": {"backend": "guidance", "reasoning_parser": parsers["reasoning_parser"]},
         "weight_transfer_config": None,
         "additional_config": dataclasses.asdict(config),
     }  # fmt: skip
@@ -67,8 +73,7 @@ def server_details(service: Service, as_text: bool) -> dict[str, Any]:
         "random_seed": engine.seed,
         "weight_version": weight_version,
         "sampling_defaults": dict(info.sampling_defaults),
-        "tool_call_parser": config.tool_call_parser,
-        "reasoning_parser": config.reasoning_parser,
+        **parsers,
         "internal_states": [
             {
                 "num_running_reqs": stats.num_running, "num_waiting_reqs": stats.num_waiting,

@@ -26,7 +26,7 @@ from server.http.errors import WireError
 from server.http.json_text import encoded
 from server.http.sender import SENDER
 from server.http.streaming import WriteEvent, event, large_event
-from server.observability.metrics import RequestMetrics, RequestWatch
+from server.observability.metrics import QUEUE_FULL, RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
 from server.schemas.truncation import Truncation
 from server.serving.chat_formats import ChatFormats
@@ -52,6 +52,7 @@ class Job:
     public_id: str
     output: RequestOutput
     params: SamplingParams
+    max_tokens: int  # of a sequence; without params.max_tokens, what the context holds after the prompt
     priority: int = 0
     started: float = field(default_factory=time.perf_counter)
     watch: RequestWatch | None = None  # set by Service.run
@@ -321,11 +322,13 @@ class Service:
     def _check_capacity(self, others: int, sequences: int) -> None:
         waiting = self.client.stats().num_waiting
         if others + sequences > self._capacity:
+            self.metrics.refused.add(QUEUE_FULL)
             raise QueueFull(
                 f"the request asks for {sequences} sequences and {others} are in flight, but at most {self._capacity} "
                 "can run and wait: retry later"
             )
         if waiting >= self.config.max_waiting > 0:
+            self.metrics.refused.add(QUEUE_FULL)
             raise QueueFull(
                 f"{waiting} sequences are waiting already, and the limit is {self.config.max_waiting}: retry later"
             )
@@ -409,7 +412,8 @@ class Service:
         if params.return_hidden_states:
             _check_hidden_values(len(ids), params, info)
         output = RequestOutput.empty(public_id, prompt, ids, params.n)
-        return Job(public_id=public_id, output=output, params=params, priority=priority)
+        limit = info.max_model_len - len(ids) if params.max_tokens is None else params.max_tokens
+        return Job(public_id=public_id, output=output, params=params, max_tokens=limit, priority=priority)
 
     async def run(self, job: Job, reservation: Reservation) -> AsyncGenerator[list[OutputDelta], None]:
         """Run a job: yield its deltas as they arrive, after adding them to `job.output`.

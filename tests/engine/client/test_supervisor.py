@@ -285,7 +285,8 @@ def snapshot(scale: int) -> EngineStats:
         num_running=scale, num_waiting=scale, kv_cache_usage=0.25, prefix_cache_queries=scale, prefix_cache_hits=scale,
         num_preemptions=scale, prompt_tokens=10 * scale, generation_tokens=20 * scale, steps=scale,
         ended={"length": scale, "stop": 1}, graphs=graphs, warm={"ratio": 0.5}, weight_version=f"v{scale}",
-        idle_check_failures=scale,
+        idle_check_failures=scale, num_deferred=scale, drafts=scale, accepted_by_position={0: scale, 1: 1},
+        histograms={"iteration_tokens": {"bounds": (1, 8), "counts": [scale, 1, 0], "sum": 3 * scale}},
     )  # fmt: skip
 
 
@@ -299,6 +300,10 @@ def test_counters_continue_across_restarts_and_gauges_do_not():
     assert (both.prompt_tokens, both.generation_tokens, both.steps, both.idle_check_failures) == (30, 60, 3, 3)
     assert (both.prefix_cache_queries, both.prefix_cache_hits, both.num_preemptions) == (3, 3, 3)
     assert both.ended == {"length": 3, "stop": 2}
+    assert (lost.num_deferred, both.num_deferred, both.drafts) == (0, 2, 3)
+    assert both.accepted_by_position == {0: 3, 1: 2}
+    assert both.histograms == {"iteration_tokens": {"bounds": (1, 8), "counts": [3, 2, 0], "sum": 9}}
+    assert add_totals(EngineStats(), both).histograms == both.histograms
     assert both.graphs == {
         "replays": [(("decode", "block", "decode", 8), 15)], "real_tokens": [(("decode",), 90)],
         "capture_seconds": {"bounds": (0.1, 1.0), "counts": [3, 0, 2], "sum": 1.5},
@@ -315,8 +320,9 @@ def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine
 
     from engine.client.counters import COUNTS, GRAPH_COUNTS
 
-    gauges = {"num_running", "num_waiting", "kv_cache_usage", "ended", "graphs", "warm", "weight_version", "last_error"}
-    assert {field.name for field in fields(EngineStats)} == gauges | set(COUNTS)
+    gauges = {"num_running", "num_waiting", "num_deferred", "kv_cache_usage", "warm", "weight_version", "last_error"}
+    merged = {"ended", "graphs", "accepted_by_position", "histograms"}
+    assert {field.name for field in fields(EngineStats)} == gauges | merged | set(COUNTS)
     graphs = make_engine().stats().graphs
     assert set(graphs) == set(GRAPH_COUNTS) | {"capture_seconds", "entries", "pool_bytes", "warm_ratio"}
     assert isinstance(Snapshot(EngineStats()).stats, EngineStats)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from engine.client.supervisor import RestartPolicy
 from engine.config import EngineConfig
@@ -145,6 +146,12 @@ def test_api_workers_share_connections_and_sum_their_counters(server):
 def test_every_worker_knows_the_models_sampling_defaults(server):
     found = [httpx.get(server.url + "/v1/models").json()["data"][0]["sampling_defaults"] for _ in range(6)]
     assert found == [RECOMMENDED] * 6
+
+
+def test_every_worker_sends_openmetrics_when_asked_for(server):
+    for _ in range(4):
+        text = httpx.get(server.url + "/metrics", headers={"Accept": "application/openmetrics-text"}).text
+        assert text.endswith("# EOF\n") and "encore_engine_up" in {one.name for one in parse_openmetrics(text)}
 
 
 def test_concurrent_requests_with_the_same_id_get_their_own_responses(server):
