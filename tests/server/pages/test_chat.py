@@ -262,6 +262,20 @@ def test_reasoning_is_collapsed_under_the_answer(open_page, tiny_model):
         expect(page.locator("#popup")).to_be_visible()
 
 
+def test_the_models_sampling_defaults_are_shown_and_not_sent(open_page, server):
+    models = server.http.get("/v1/models").json()
+    models["data"][0]["sampling_defaults"] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 300}
+    page = opened(open_page, server)
+    expect(page.locator("#temperature")).to_have_attribute("placeholder", "1")
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
+    for name, value in (("temperature", "0.2"), ("top_p", "0.9"), ("max_tokens", "300"), ("min_p", "0")):
+        expect(page.locator(f"#{name}")).to_have_attribute("placeholder", value)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page)
+    assert not {"temperature", "top_p", "max_tokens"} & set(sent.value.post_data_json)
+
+
 def test_images_are_refused_with_a_reason_by_a_model_of_text(chat):
     button = chat.locator("#attach")
     expect(button).to_have_attribute("aria-disabled", "true")
