@@ -20,6 +20,7 @@ from server.version import VLLM_VERSION, version
 router = APIRouter(tags=["server"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=answered_by(answers.Health) | failing(answers.Health))
 async def health(request: Request) -> Response:
     """Liveness: 200 unless the engine has died for good."""
@@ -28,6 +29,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "dead" if dead else "ok"}, status_code=503 if dead else 200)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=answered_by(answers.Ready) | failing(answers.Ready))
 async def ready(request: Request) -> Response:
     """Readiness: 200 when requests are accepted, else 503 with the reasons. The body has the warm-up progress."""
@@ -61,6 +63,7 @@ async def show_version(request: Request) -> dict[str, str]:
     return {"version": VLLM_VERSION if is_vllm else version()}
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return all metrics: in Prometheus' text format, or in OpenMetrics if the header Accept asks for it."""

@@ -22,6 +22,13 @@ def test_health_and_version(server):
     assert server.http.get("/version").json() == {"version": version("encore-serve")}
 
 
+def test_probes_may_ask_for_the_headers_only(server):
+    for path in ("/health", "/ready", "/metrics"):
+        response = server.http.head(path)
+        assert response.status_code == 200 and response.content == b"", path
+    assert server.http.head("/v1/completions").status_code == 405
+
+
 def test_ready_reports_warm_up_progress(server):
     body = server.http.get("/ready").json()
     assert body["ready"] is True and body["reasons"] == []
