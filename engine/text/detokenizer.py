@@ -17,7 +17,7 @@ _MAX_UTF8_BYTES = 4  # per character, so a character spans at most as many token
 _CONTEXT_TOKENS = 8  # last prompt tokens that are decoded with the first output token
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return the byte of each character in GPT-2's byte-level alphabet.
 
     Printable bytes stand for themselves; the others are mapped to the code points from 256 on, in order.
@@ -27,7 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+_BYTES = byte_alphabet()
 
 
 class Decoder(Protocol):

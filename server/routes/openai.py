@@ -87,9 +87,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     num_sequences = len(prompts) * params.n
     service.check_capacity(len(prompts), "prompt")
     if body.stream:
-        chunk_choices = CompletionChunkChoices(
-            service.tokens, body.echo, body.logprobs, body.return_tokens_as_token_ids, body.return_token_ids
-        )
+        chunk_choices = CompletionChunkChoices(service.tokens, body)
         return EventStream(_stream(service, num_sequences, submit, head, body, chunk_choices))
 
     async def answer() -> AsyncGenerator[Any, None]:
@@ -210,15 +208,15 @@ async def _stream(
 def _completion(
     tokens: Tokenization, body: CompletionBody, number: int, job: Job, choice: CompletionOutput
 ) -> dict[str, Any]:
+    logprobs, wanted = None, body.logprobs or 0
     spelling = answers.Spelling(tokens, body.return_tokens_as_token_ids)
-    builder = answers.CompletionLogprobs(spelling, body.logprobs or 0)
-    text, logprobs = choice.text, None
-    if body.echo:
-        prompt, logprobs = answers.echo(tokens, builder, job)
-        text = prompt + text
+    before = answers.echoed_text(tokens, job) if body.echo else ""
     if body.logprobs is not None:
-        own = builder.of(choice.token_ids, choice.logprobs or [])
-        logprobs = own if logprobs is None else {name: logprobs[name] + own[name] for name in own}
+        builder = answers.CompletionLogprobs(tokens, spelling, wanted, job, len(before))
+        logprobs = builder.of(choice.token_ids, choice.logprobs or [])
+        if body.echo and (of_prompt := answers.echoed_logprobs(tokens, spelling, wanted, job, body.add_special_tokens)):
+            logprobs = {name: of_prompt[name] + logprobs[name] for name in logprobs}
+    text = before + choice.text
     entry = answers.completion_choice(number, text, logprobs, choice)
     if body.return_token_ids:
         entry |= {"prompt_token_ids": job.output.prompt_token_ids, "token_ids": choice.token_ids}

@@ -47,43 +47,65 @@ class Spelling:
         return f"token_id:{token_id}" if self._as_ids else self._tokens.piece(token_id)
 
     def bytes_of(self, token_id: int) -> list[int]:
-        """Return the UTF-8 bytes of a token's text."""
-        return list(self._tokens.piece(token_id).encode())
+        """Return the bytes of a token, which may be part of a character."""
+        return list(self._tokens.bytes_of(token_id))
 
 
 class CompletionLogprobs:
-    """Build the `logprobs` object of one completion choice in pieces. Text offsets continue across pieces."""
+    """Build the `logprobs` objects of one completion choice in pieces. Text offsets continue across pieces.
 
-    def __init__(self, spelling: Spelling, wanted: int):
-        self._spelling, self._wanted, self._offset = spelling, wanted, 0
+    `at` is the length of the text before the output. An offset is the number of characters before a token; a token that
+    continues a character has the character's.
+    """
+
+    def __init__(self, tokens: Tokenization, spelling: Spelling, wanted: int, job: Job, at: int = 0):
+        self._spelling, self._wanted, self._at = spelling, wanted, at
+        self._places = tokens.places(job.output.prompt_token_ids, at, job.params.skip_special_tokens)
 
     def of(self, ids: Sequence[int], found: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """Return the object for a run of tokens. A token without a logprob (a prompt's first) is null."""
-        texts, offsets, chosen, top = [], [], [], []
-        for token_id, logprob in zip(ids, found, strict=True):
-            text = self._spelling(token_id)
-            texts.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-            chosen.append(None if logprob is None else finite(logprob.logprob))
-            top.append(None if logprob is None else self._top(text, logprob))
-        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
-
-    def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float] | None:
-        # Two tokens may have the same text (for example parts of a character): keep the more likely one.
-        best: dict[str, float] = {}
-        for token_id, value in logprob.named.items() or islice(logprob.top.items(), self._wanted):
-            name = self._spelling(token_id)
-            best[name] = max(best.get(name, LEAST_LOGPROB), finite(value))
-        best.setdefault(text, finite(logprob.logprob))
-        return best
+        """Return the object for the next tokens of the output."""
+        offsets = [self._at if self._places is None else self._places.add(token_id) for token_id in ids]
+        return completion_logprobs(self._spelling, ids, found, offsets, self._wanted)
 
 
-def echo(tokens: Tokenization, builder: CompletionLogprobs, job: Job) -> tuple[str, dict[str, Any] | None]:
-    """Return the prompt's text and, if requested, its logprobs."""
+def completion_logprobs(
+    spelling: Spelling, ids: Sequence[int], found: Sequence[TokenLogprob | None], offsets: list[int], wanted: int
+) -> dict[str, Any]:
+    """Return the `logprobs` object of tokens. A token without a logprob (a prompt's first) is null."""
+    texts, chosen, top = [], [], []
+    for token_id, logprob in zip(ids, found, strict=True):
+        text = spelling(token_id)
+        texts.append(text)
+        chosen.append(None if logprob is None else finite(logprob.logprob))
+        top.append(None if logprob is None else _top_logprobs(spelling, text, logprob, wanted))
+    return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+
+def _top_logprobs(spelling: Spelling, text: str, logprob: TokenLogprob, wanted: int) -> dict[str, float]:
+    """Return the logprobs of a token and its alternatives by text: the token first, then the most likely ones.
+
+    Two tokens may have the same text, for example parts of characters: the first one counts.
+    """
+    found = {text: finite(logprob.logprob)}
+    for token_id, value in logprob.named.items() or islice(logprob.top.items(), wanted):
+        found.setdefault(spelling(token_id), finite(value))
+    return found
+
+
+def echoed_text(tokens: Tokenization, job: Job) -> str:
+    """Return the prompt's text."""
+    return job.output.prompt if job.output.prompt is not None else tokens.decode(job.output.prompt_token_ids)
+
+
+def echoed_logprobs(
+    tokens: Tokenization, spelling: Spelling, wanted: int, job: Job, add_special_tokens: bool
+) -> dict[str, Any] | None:
+    """Return the `logprobs` object of the prompt; None if not requested. `add_special_tokens`: as it was tokenized."""
     ids, found = job.output.prompt_token_ids, job.output.prompt_logprobs
-    text = job.output.prompt if job.output.prompt is not None else tokens.decode(ids)
-    return text, None if found is None else builder.of(ids, found)
+    if found is None:
+        return None
+    offsets = tokens.prompt_places(job.output.prompt, ids, add_special_tokens)
+    return completion_logprobs(spelling, ids, found, offsets, wanted)
 
 
 def prompt_logprobs(tokens: Tokenization, job: Job, wanted: int) -> list[dict[str, Any] | None]:

@@ -14,6 +14,7 @@ from engine.protocol.outputs import OutputDelta
 from server.http.streaming import WriteEvent, event
 from server.routes import openai_answers as answers
 from server.routes.chat_outputs import ChatOutputs, OutputStream
+from server.schemas.requests import CompletionBody
 from server.serving.service import Job
 from server.serving.tokenization import Tokenization
 
@@ -72,34 +73,41 @@ class ChunkWriter:
 class CompletionChunkChoices:
     """Chunk choices of /v1/completions."""
 
-    def __init__(
-        self, tokens: Tokenization, echo: bool | None, logprobs: int | None, as_ids: bool | None = False,
-        return_ids: bool | None = False,
-    ):  # fmt: skip
-        self._tokens, self._echo, self._logprobs = tokens, echo, logprobs
-        self._spelling, self._return_ids = answers.Spelling(tokens, as_ids), return_ids
+    def __init__(self, tokens: Tokenization, body: CompletionBody):
+        self._tokens, self._body = tokens, body
+        self._spelling = answers.Spelling(tokens, body.return_tokens_as_token_ids)
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
         choice, entries = job.choices[delta.index], []
-        is_first = number not in self._builders
+        is_first, body = number not in self._builders, self._body
         if is_first:
-            builder = self._builders[number] = answers.CompletionLogprobs(self._spelling, self._logprobs or 0)
-            if self._echo:
-                entries.append(answers.completion_choice(number, *answers.echo(self._tokens, builder, job), None))
+            before = answers.echoed_text(self._tokens, job) if body.echo else ""
+            self._builders[number] = answers.CompletionLogprobs(
+                self._tokens, self._spelling, body.logprobs or 0, job, len(before)
+            )
+            if body.echo:
+                entries.append(answers.completion_choice(number, before, self._of_prompt(job), None))
         ended, logprobs = delta.finish_reason is not None, None
-        if self._logprobs is not None and delta.token_ids:
+        if body.logprobs is not None and delta.token_ids:
             logprobs = self._builders[number].of(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids))
-        if delta.text_delta or logprobs or ended or self._return_ids:
+        if delta.text_delta or logprobs or ended or body.return_token_ids:
             entries.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
-            if self._return_ids:
+            if body.return_token_ids:
                 entries[-1]["token_ids"] = delta.token_ids
-        if self._return_ids and is_first:
+        if body.return_token_ids and is_first:
             entries[0]["prompt_token_ids"] = job.output.prompt_token_ids
         return entries
 
+    def _of_prompt(self, job: Job) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        return answers.echoed_logprobs(
+            self._tokens, self._spelling, self._body.logprobs, job, self._body.add_special_tokens
+        )
+
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
-        if self._logprobs is not None or self._return_ids:
+        if self._body.logprobs is not None or self._body.return_token_ids:
             return None
         return answers.completion_choice(number, text, None, None)
 

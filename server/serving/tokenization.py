@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from engine.errors import PromptTooLong, RequestError
 from engine.text.conversation import Conversation
+from engine.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from engine.text.tokenizer import Tokenizer
 from server.http.sender import SENDER
 from server.serving.text_threads import Lane, TextThreads, lane_of
@@ -45,7 +46,7 @@ class Tokenization:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._pieces: dict[int, str] = {}
+        self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
         longest = max(map(len, tokenizer.backend.get_vocab())) if tokenizer is not None else 1
         self._context_chars = max_model_len * max(longest, 16)
         self._max_chars = max_chars
@@ -158,11 +159,26 @@ class Tokenization:
         return [None] * len(ids) if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(ids)
 
     def piece(self, token_id: int) -> str:
-        """Return the text of a single token. Cached, since logprobs repeat the same few tokens."""
-        found = self._pieces.get(token_id)
-        if found is None:
-            found = self._pieces[token_id] = self.decode((token_id,))
-        return found
+        """Return the text that a single token adds to a text, with U+FFFD for parts of characters."""
+        return "" if self._token_bytes is None else self._token_bytes.text(token_id)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes that a single token adds to a text."""
+        return b"" if self._token_bytes is None else self._token_bytes.of(token_id)
+
+    def places(
+        self, prompt_ids: Sequence[int] = (), at: int = 0, skip_special_tokens: bool = True
+    ) -> TokenPlaces | None:
+        """Return the positions of tokens that follow a prompt, from `at` on; None for a model without a tokenizer."""
+        if self._token_bytes is None:
+            return None
+        return TokenPlaces(self._token_bytes, prompt_ids, at=at, skip_special_tokens=skip_special_tokens)
+
+    def prompt_places(self, text: str | None, ids: Sequence[int], add_special_tokens: bool) -> list[int]:
+        """Return the positions of a prompt's tokens in its text, or in the text that they decode to."""
+        if self._token_bytes is None or self._tokenizer is None:
+            return [0] * len(ids)
+        return prompt_places(self._tokenizer, self._token_bytes, text, ids, add_special_tokens)
 
     def _refuse_oversized(self, chars: int, param: str) -> None:
         """Refuse text that can't fit even if every token were the vocabulary's longest: encoding it takes seconds."""
