@@ -120,7 +120,7 @@ class Engine:
         self._require_open()
         texts, ids = self._prompts(prompts, prompt_token_ids)
         ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
-        params = self._params(sampling_params, len(ids))
+        params = [one.for_vocab(self.info.vocab_size) for one in self._params(sampling_params, len(ids))]
         processor = OutputProcessor(self.tokenizer)
         outputs: dict[str, RequestOutput] = {}
         requests: list[EngineRequest] = []

@@ -47,6 +47,8 @@ class ServerConfig(NamesFields):
         max_sequences_per_request: Maximum number of prompts times n of one request, which leaves room in the queue.
         max_prompt_chars: Maximum length of a prompt's text, and of all strings of a conversation together. None: as
             many characters as the context can hold.
+        max_logprobs: Maximum number of alternatives to a token whose log-probabilities a request may ask for. -1: the
+            whole vocabulary.
         max_total_logprob_bytes: Maximum size of the log-probabilities that an API worker holds for its answers. Beyond
             it, the request with most of them is aborted with 503.
         body_seconds: A body must arrive within this time, or is refused with 408.
@@ -89,6 +91,7 @@ class ServerConfig(NamesFields):
     max_body_items: int = 500_000
     max_sequences_per_request: int = 256
     max_prompt_chars: int | None = None
+    max_logprobs: int = 100
     max_total_logprob_bytes: int = 384 * 1024 * 1024
     body_seconds: float = 60.0
     template_seconds: float = 3.0
@@ -131,6 +134,7 @@ class ServerConfig(NamesFields):
         _check_int("max_sequences_per_request", self.max_sequences_per_request, 1, 1_000_000)
         if self.max_prompt_chars is not None:
             _check_int("max_prompt_chars", self.max_prompt_chars, 1, 2**31)
+        _check_int("max_logprobs", self.max_logprobs, -1, 2**31 - 1)
         _check_int("max_total_logprob_bytes", self.max_total_logprob_bytes, 1024, 2**40)
         _check_seconds("body_seconds", self.body_seconds, 0.1)
         _check_seconds("template_seconds", self.template_seconds, 0.01)

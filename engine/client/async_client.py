@@ -248,12 +248,15 @@ class EngineClient:
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
+        params = params.for_vocab(self.info().vocab_size)
         banned = bad_word_ids(self.tokenizer, params.bad_words)
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
         # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
         children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = OutputQueue(len(children), on_end, on_hidden_states)
+        queue = self._queues[request_id] = OutputQueue(
+            len(children), on_end, on_hidden_states, params.logprobs or 0
+        )
         open_children = {child.request_id for child in children}
         try:
             for child in children:

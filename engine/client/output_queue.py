@@ -12,6 +12,7 @@ from engine.protocol.outputs import OutputDelta
 
 UNREAD_BYTES = 2**20  # limit of unread output per request; beyond it the reader is too slow
 UNREAD_BYTES_PER_SEQUENCE = 2**16  # added per sequence, since the n sequences generate in parallel
+UNREAD_TOKENS_PER_SEQUENCE = 4  # the same for log-probabilities of a whole vocabulary, one of which may be larger
 DELTA_BYTES = 300  # per token without log-probabilities, measured on CPython 3.11
 LOGPROB_BYTES = 100  # per alternative in a token's log-probabilities, once they are objects to be written as JSON
 
@@ -21,7 +22,8 @@ class OutputQueue:
 
     `sequences` is the number of the request's sequences. `on_end(count)` is called when the engine has finished `count`
     of them, read or not; the counts add up to `sequences` at most. `on_hidden_states(parts)` is called for hidden
-    states that arrive, which don't count as unread output here.
+    states that arrive, which don't count as unread output here. Each token has log-probabilities of `num_alternatives`
+    others.
     """
 
     __slots__ = ("_items", "_limit", "_on_end", "_on_hidden_states", "_running", "_unread_bytes", "_waiter")
@@ -31,12 +33,14 @@ class OutputQueue:
         sequences: int = 1,
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
+        num_alternatives: int = 0,
     ) -> None:
         self._on_hidden_states = on_hidden_states
         self._items: list[OutputDelta | EngineError] = []
         self._waiter: asyncio.Future[None] | None = None
         self._running, self._on_end = sequences, on_end
-        self._unread_bytes, self._limit = 0, UNREAD_BYTES + sequences * UNREAD_BYTES_PER_SEQUENCE
+        per_sequence = max(UNREAD_BYTES_PER_SEQUENCE, UNREAD_TOKENS_PER_SEQUENCE * LOGPROB_BYTES * num_alternatives)
+        self._unread_bytes, self._limit = 0, UNREAD_BYTES + sequences * per_sequence
 
     def add(self, delta: OutputDelta) -> bool:
         """Add a delta and wake the reader. Return False once the unread output exceeds the limit: abort the request."""

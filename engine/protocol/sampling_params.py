@@ -17,7 +17,7 @@ from graph_cache.validation import NamesFields, did_you_mean
 
 GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
-MAX_LOGPROBS = 100
+ALL_TOKENS = -1  # as a number of log-probabilities: those of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -60,7 +60,7 @@ class LogitBias(Mapping[int, float]):
 class SamplingParams(NamesFields):
     """Sampling and stop parameters of a request; frozen, hashable and validated at construction.
 
-    Lists become tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). `check_vocab` checks
+    Lists become tuples, top_k -1 becomes 0, and a temperature below 1e-5 becomes 0 (greedy). `for_vocab` checks
     token ids against a vocabulary. Raises RequestError for a wrong type, a NaN or a value out of range; its `param`
     is the field's name.
     """
@@ -81,9 +81,9 @@ class SamplingParams(NamesFields):
     include_stop_str_in_output: bool = False  # keep the stop string in the text
     n: int = 1  # sequences to generate
     seed: int | None = None  # of the random numbers; None: derived from the engine's seed, random in a server
-    logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only
+    logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only; -1: all tokens
     logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
-    prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place
+    prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place; -1: of all
     return_hidden_states: bool = False  # the final hidden state of each prompt and output token but the last
     skip_special_tokens: bool = True  # leave special tokens out of the text
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
@@ -123,7 +123,7 @@ class SamplingParams(NamesFields):
             self._set("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+                self._set(name, _integer(name, getattr(self, name), ALL_TOKENS, MAX_TOKENS))
         self._set("logprob_token_ids", _distinct("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS))
         if self.logprob_token_ids and self.logprobs is None:
             self._set("logprobs", 0)
@@ -155,6 +155,18 @@ class SamplingParams(NamesFields):
     def is_greedy(self) -> bool:
         """Whether decoding is greedy: the most likely token, no random numbers."""
         return self.temperature == 0.0
+
+    def for_vocab(self, vocab_size: int) -> SamplingParams:
+        """Return the parameters for a vocabulary: without stop tokens that it lacks, which can't occur, and with its
+        size in place of -1 as a number of log-probabilities. Raises RequestError as check_vocab does."""
+        changes: dict[str, Any] = {
+            name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(self, name) == ALL_TOKENS
+        }
+        if max(self.stop_token_ids, default=0) >= vocab_size:
+            changes["stop_token_ids"] = tuple(index for index in self.stop_token_ids if index < vocab_size)
+        found = dataclasses.replace(self, **changes) if changes else self
+        found.check_vocab(vocab_size)
+        return found
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise RequestError if a field contains a token id of vocab_size or more."""

@@ -28,6 +28,7 @@ SERVER_HELP = {
     "max_body_items": "maximum number of commas, colons, quotes and opening brackets in a body of more than 256 KiB",
     "max_sequences_per_request": "maximum number of prompts times n of one request",
     "max_prompt_chars": "maximum length of a prompt or conversation; none: as many characters as the context can hold",
+    "max_logprobs": "maximum number of alternatives in a token's log-probabilities; -1: the whole vocabulary",
     "max_total_logprob_bytes": "maximum size of the log-probabilities that an API worker holds for its answers",
     "body_seconds": "timeout for receiving a request's body",
     "template_seconds": "how long the chat template may take for one conversation",

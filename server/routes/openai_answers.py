@@ -87,7 +87,7 @@ def _top_logprobs(spelling: Spelling, text: str, logprob: TokenLogprob, wanted: 
     Two tokens may have the same text, for example parts of characters: the first one counts.
     """
     found = {text: finite(logprob.logprob)}
-    for token_id, value in logprob.named.items() or islice(logprob.top.items(), wanted):
+    for token_id, value in logprob.named.items() or islice(logprob.top.items(), wanted if wanted >= 0 else None):
         found.setdefault(spelling(token_id), finite(value))
     return found
 
@@ -116,7 +116,9 @@ def prompt_logprobs(tokens: Tokenization, job: Job, wanted: int) -> list[dict[st
             found.append(None)
             continue
         ranked = {
-            token_id: (value, rank) for rank, (token_id, value) in enumerate(one.top.items(), 1) if rank <= wanted
+            token_id: (value, rank)
+            for rank, (token_id, value) in enumerate(one.top.items(), 1)
+            if rank <= wanted or wanted < 0
         }
         ranked.setdefault(one.token_id, (one.logprob, one.rank))
         found.append(

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
-from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_SALT_CHARS
+from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_SALT_CHARS, MAX_TOKENS
 from server.schemas.constraints import FIELD_SCHEMAS, SGLANG_NAMES, constraint
 from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import FOREIGN_FIELDS, GENERATE, SAMPLING, json_schemas, refuse_foreign
@@ -109,7 +109,7 @@ class GenerateBody(Wire):
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int | None = None
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     token_ids_logprob: LogprobIds = None
     return_text_in_logprobs: bool = False
     return_hidden_states: Flags = False

@@ -26,7 +26,6 @@ from engine.protocol.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
-    MAX_LOGPROBS,
     MAX_N,
     MAX_SALT_CHARS,
     MAX_STOP_CHARS,
@@ -163,7 +162,7 @@ RANGES: Mapping[str, dict[str, Any]] = {
     "min_tokens": {"minimum": 0, "maximum": MAX_TOKENS},
     "n": {"minimum": 1, "maximum": MAX_N},
     "seed": {"minimum": INT64_MIN, "maximum": INT64_MAX},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "logprobs": {"minimum": -1, "maximum": MAX_TOKENS},
     "logprob_token_ids": {"maxItems": MAX_LOGPROB_TOKEN_IDS},
     "allowed_token_ids": {"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS},
     "bad_words": {"maxItems": MAX_BAD_WORDS},
@@ -237,8 +236,8 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         if not names:
             raise
         ours = "|".join(map(re.escape, names))
-        # A name within quotes is a value, and chat_template_kwargs has the template's names.
-        outside = r"(?<![\w'\"])(?<!chat_template_kwargs\.)"
+        # A name within quotes is a value, one after a hyphen part of a flag; chat_template_kwargs has the template's names.
+        outside = r"(?<![\w'\"-])(?<!chat_template_kwargs\.)"
         message = re.sub(rf"{outside}(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
         raise type(error)(message, param=names.get(error.param or "", error.param)) from error
 
@@ -323,8 +322,8 @@ class OpenAISampling(Wire):
         if self.prompt_logprobs is not None:
             if self.stream:
                 raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
-            echoed = overrides.get("prompt_logprobs") or 0
-            overrides["prompt_logprobs"] = max(self.prompt_logprobs, echoed if self.prompt_logprobs >= 0 else -1)
+            both = self.prompt_logprobs, overrides.get("prompt_logprobs") or 0
+            overrides["prompt_logprobs"] = min(both) if min(both) < 0 else max(both)  # -1: the whole vocabulary
         if self.return_hidden_states:
             if self.stream:
                 raise RequestError(

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.client.output_queue import LOGPROB_BYTES
 from engine.errors import EngineDead, EngineError, PromptTooLong, QueueFull, RequestError
 from engine.protocol.messages import ModelInfo
 from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
+from engine.protocol.sampling_params import ALL_TOKENS
 from engine.text.parsing.tool_use import ToolUse
 from server.config import ServerConfig
 from server.http.connections import ACCEPTING
@@ -110,6 +112,27 @@ def _check_hidden_values(prompt_tokens: int, params: SamplingParams, info: Model
             f"to {most} vectors of a sequence",
             param="return_hidden_states",
         )
+
+
+def _check_logprobs(prompt_tokens: int, params: SamplingParams, vocab_size: int, config: ServerConfig) -> None:
+    """Raise RequestError for more alternatives to a token than the server allows, or a prompt with too many in all."""
+    most = vocab_size if config.max_logprobs == ALL_TOKENS else config.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        wanted = vocab_size if count == ALL_TOKENS else min(count or 0, vocab_size)
+        if wanted > most:
+            what = f" asks for all {vocab_size} tokens of the vocabulary" if count == ALL_TOKENS else ""
+            raise RequestError(
+                f"{name}={count}{what}: at most {most} alternatives to a token are allowed (--max-logprobs): ask for "
+                "fewer",
+                param=name,
+            )
+        if name == "prompt_logprobs" and wanted * prompt_tokens * LOGPROB_BYTES > config.max_total_logprob_bytes:
+            raise RequestError(
+                f"{name}={count}: {wanted} alternatives to each of {prompt_tokens} tokens of the prompt are more than "
+                "the server holds (--max-total-logprob-bytes): ask for fewer, or shorten the prompt",
+                param=name,
+            )
 
 
 class Service:
@@ -393,7 +416,8 @@ class Service:
             room = max(1, info.max_model_len - len(ids))
             limit = max(min(default_limit, room), params.min_tokens)
             params = dataclasses.replace(params, max_tokens=limit)
-        params.check_vocab(info.vocab_size)
+        _check_logprobs(len(ids), params, info.vocab_size, self.config)
+        params = params.for_vocab(info.vocab_size)
         self.tokens.check(ids, param)
         max_tokens = 1 if params.max_tokens is None else params.max_tokens
         if len(ids) + max_tokens > info.max_model_len:

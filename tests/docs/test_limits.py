@@ -51,7 +51,6 @@ VALUES = {
     "a stream's unread output": (output_queue.UNREAD_BYTES, output_queue.UNREAD_BYTES_PER_SEQUENCE),
     "tools": (tools.MAX_TOOLS,),
     "n and best_of": (sampling.MAX_N,),
-    "logprobs, top_logprobs, prompt_logprobs": (sampling.MAX_LOGPROBS,),
     "hidden states of a prompt": (service.MAX_HIDDEN_VALUES,),
     "stop": (sampling.MAX_STOP_STRINGS, sampling.MAX_STOP_CHARS),
     "stop_token_ids": (sampling.MAX_STOP_TOKEN_IDS,),

@@ -143,7 +143,7 @@ async def test_invalid_requests_raise_the_same_errors_and_name_the_field(client)
         (PromptTooLong, {"prompt_token_ids": [5] * 4000, "params": greedy(500)}),
         (RequestError, {"prompt_token_ids": [320], "params": greedy(1)}),
         (RequestError, {"prompt_token_ids": [], "params": greedy(1)}),
-        (RequestError, {"prompt_token_ids": [5], "params": greedy(1, stop_token_ids=(320,))}),
+        (RequestError, {"prompt_token_ids": [5], "params": greedy(1, allowed_token_ids=(320,))}),
     ]
     for error, arguments in cases:
         with pytest.raises(error) as raised:

@@ -30,8 +30,8 @@ INTEGERS = {
     "top_k": (-1, 2**31 - 1),
     "n": (1, 128),
     "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, 100),
-    "prompt_logprobs": (0, 100),
+    "logprobs": (-1, 2**31 - 1),
+    "prompt_logprobs": (-1, 2**31 - 1),
 }
 NUMBERS = {
     "temperature": (0.0, 100.0),
@@ -157,6 +157,16 @@ def test_check_vocab_names_the_out_of_range_id():
         with pytest.raises(RequestError, match="10.*ends at 9") as error:
             params.check_vocab(10)
         assert error.value.param == field
+
+
+def test_parameters_for_a_vocabulary_have_only_what_it_has():
+    params = SamplingParams(stop_token_ids=[3, 10, 2**20], logprobs=-1, prompt_logprobs=2)
+    assert params.for_vocab(2**21) == dataclasses.replace(params, logprobs=2**21)
+    assert params.for_vocab(10) == dataclasses.replace(params, stop_token_ids=(3,), logprobs=10)
+    plain = SamplingParams(stop_token_ids=[3])
+    assert plain.for_vocab(4) is plain
+    with pytest.raises(RequestError, match="ends at 9"):
+        SamplingParams(allowed_token_ids=[10], stop_token_ids=[10]).for_vocab(10)
 
 
 def test_min_tokens_cannot_exceed_max_tokens():

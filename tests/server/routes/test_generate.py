@@ -148,7 +148,7 @@ def test_logprobs_of_output_and_prompt(server):
         ({"text": "a", "sampling_params": {"n": 1000000}}, "n"),
         ({"text": "a", "sampling_params": {"n": 100}}, "n"),
         ({"text": "a", "sampling_params": {"stop": [""]}}, "stop"),
-        ({"text": "a", "sampling_params": {"stop_token_ids": [4000]}}, "stop_token_ids"),
+        ({"text": "a", "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids"),
         ({"text": "a", "sampling_params": {"logit_bias": {"4000": 1.0}}}, "logit_bias"),
         ({"text": "a", "sampling_params": {"temperatur": 0.5}}, "temperatur"),
         ({"text": "a", "sampling_params": {"regex": "a("}}, "regex"),
