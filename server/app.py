@@ -17,6 +17,7 @@ from server.http.errors import install_error_handlers
 from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import describe
+from server.http.root_path import RootPath
 from server.http.streaming import ClientDisconnected
 from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
@@ -24,10 +25,12 @@ from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounters
 from server.pages.chat import Assets
 from server.routes import admin as routes_admin
+from server.routes import chat_batch as routes_chat_batch
 from server.routes import generate as routes_generate
 from server.routes import messages as routes_messages
 from server.routes import openai as routes_openai
 from server.routes import responses as routes_responses
+from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
 from server.routes import tokens as routes_tokens
@@ -94,8 +97,9 @@ def create_app(
 
     # FastAPI's documentation pages load scripts from other hosts, so only /openapi.json is served.
     app = FastAPI(
-        title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+        title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False,
+        servers=[{"url": config.root_path}] if config.root_path else None,
+    )  # fmt: skip
     app.state.response_store = None
     app.state.service, app.state.registry, app.state.config = service, registry, config
     app.state.board, app.state.large_body = board, asyncio.Lock()
@@ -115,10 +119,12 @@ def create_app(
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
     app.add_middleware(CountResponses, counter=responses)
+    if config.root_path:
+        app.add_middleware(RootPath, prefix=config.root_path)
     # FastAPI matches routes in this order at every request: put the most frequent first.
     for routes in (
         routes_openai, routes_generate, routes_messages, routes_responses, routes_tokens, routes_admin, routes_status,
-        routes_server_info,
+        routes_server_info, routes_chat_batch, routes_sagemaker,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets(), name="chat-assets")

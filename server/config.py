@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ COMPATS = ("none", "vllm")
 CLOSE_OBJECTS = ("strict", "tools", "all")
 # An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container, its own limit
 
 
@@ -34,6 +36,7 @@ class ServerConfig(NamesFields):
 
     Attributes:
         engine: Settings of the engine.
+        root_path: Prefix of the paths under which a proxy offers the server, such as /llm.
         host, port: Address to listen on. Port 0 selects a free port. A host other than loopback requires API keys.
         allow_unauthenticated: Whether to listen on such a host without API keys.
         served_model_name: Names that clients may use as "model". The first one is reported in responses. Default: the
@@ -75,14 +78,18 @@ class ServerConfig(NamesFields):
         response_store_seconds: How long a response is stored.
         trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a process of their own.
         enable_prompt_tokens_details: Send `usage.prompt_tokens_details`; None: unless compat is "vllm", as in vLLM.
-        compat: "vllm": also export metrics under vLLM's names, and answer /version with the vLLM release that is
-            followed. "none": neither.
+        return_tokens_as_token_ids: Write tokens of log-probabilities as "token_id:5", unless a request says otherwise.
+        enable_force_include_usage: Give the usage in each chunk of every stream of completions and chats, and at its
+            end.
+        compat: "vllm": also export metrics under vLLM's names, answer /version with the vLLM release that is followed,
+            send the keys that its responses always have, and accept its `guided_*` fields. "none": none of these.
         log_level, log_format: Lowest level that is logged; "text" or "json".
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
     port: int = 8000
+    root_path: str = ""
     allow_unauthenticated: bool = False
     served_model_name: tuple[str, ...] = ()
     max_waiting: int = 1024
@@ -114,6 +121,8 @@ class ServerConfig(NamesFields):
     response_store_seconds: float = 3600.0
     trust_request_chat_template: bool = False
     enable_prompt_tokens_details: bool | None = None
+    return_tokens_as_token_ids: bool = False
+    enable_force_include_usage: bool = False
     compat: str = "none"
     log_level: str = "info"
     log_format: str = "text"
@@ -126,6 +135,7 @@ class ServerConfig(NamesFields):
             raise ConfigError(f"served_model_name={self.served_model_name!r}: non-empty strings are required")
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host={self.host!r}: an address to listen on is required, such as 127.0.0.1 or 0.0.0.0")
+        object.__setattr__(self, "root_path", _root_path(self.root_path))
         _check_int("port", self.port, 0, 65535)
         _check_int("max_waiting", self.max_waiting, 0, 1_000_000)
         _check_int("max_body_bytes", self.max_body_bytes, 1024, 2**31)
@@ -225,6 +235,14 @@ def _check_seconds(name: str, value: Any, low: float) -> None:
         raise ConfigError(f"{name}={value!r}: a number of seconds is required")
     if not low <= value <= 86400:
         raise ConfigError(f"{name}={value}: must be from {low:g} to 86400 seconds")
+
+
+def _root_path(value: str) -> str:
+    """Return the prefix without a slash at its end; "" for none."""
+    path = value.rstrip("/") if isinstance(value, str) else None
+    if path is None or (path and not _ROOT_PATH.fullmatch(path)):
+        raise ConfigError(f"root_path={value!r}: a path that begins with a slash is required, such as /llm")
+    return path
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

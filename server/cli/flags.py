@@ -20,6 +20,7 @@ from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, Serve
 SERVER_HELP = {
     "host": "host name or IP address to listen on; one that other machines can reach requires API keys",
     "port": "port number; 0 selects a free port",
+    "root_path": "prefix of the paths under which a proxy offers the server, such as /llm",
     "allow_unauthenticated": "listen on an address that other machines can reach without API keys",
     "served_model_name": "model names used in the API, comma-separated; none: the model's own name",
     "max_waiting": "maximum number of waiting sequences; further requests are refused with 429",
@@ -53,7 +54,9 @@ SERVER_HELP = {
     "response_store_seconds": "how long a response is stored",
     "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a process of their own",
     "enable_prompt_tokens_details": "send usage.prompt_tokens_details; none: unless --compat vllm is on",
-    "compat": "vllm: metrics under vLLM's names too, and /version answers with the vLLM release that is followed",
+    "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5, unless a request says otherwise",
+    "enable_force_include_usage": "usage in each chunk of every stream of completions and chats, and at its end",
+    "compat": "vllm: vLLM's metrics, /version, keys of responses and guided_* fields too",
     "log_level": "log level",
     "log_format": "log format: lines of text or of JSON",
 }

@@ -12,7 +12,19 @@ from server.keys import ADMIN_KEYS, Keys
 
 # Routes for monitoring, load balancers and browsers. All others need an API key if any is configured.
 OPEN_PATHS = frozenset(
-    {"/", "/chat", "/health", "/health_generate", "/load", "/ready", "/metrics", "/version", "/graphs", "/openapi.json"}
+    {
+        "/",
+        "/chat",
+        "/health",
+        "/health_generate",
+        "/ping",
+        "/load",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/graphs",
+        "/openapi.json",
+    }
 )
 OPEN_PREFIX = "/chat/"  # the files of the chat page
 ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/", "/server_info")

@@ -49,7 +49,7 @@ class ChatRun:
     async def submit(self) -> Job:
         """Render and tokenize the prompt and return the job. Call it inside the request's admission."""
         body, service = self._body, self._service
-        prompt = await service.tokens.chat(self.conversation)
+        prompt = await service.tokens.chat(self.conversation, body.add_special_tokens is True)
         plan = self._formats.plan(
             prompt.text, self.conversation, self._use, self.params.structured_outputs, body.thinking_token_budget,
             body.separate_reasoning is not False,

@@ -15,12 +15,15 @@ from engine.errors import RequestError
 from engine.protocol.outputs import CompletionOutput
 from server.http.body_route import BodyRoute
 from server.http.keys import check_priority
+from server.http.load_report import load_reported
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, event, merge
 from server.routes import openai_answers as answers
 from server.routes.chat_outputs import ChatOutputs
 from server.routes.chat_run import ChatRun
 from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
+from server.routes.server_defaults import apply_defaults
+from server.routes.vllm_keys import NullKeys, chat_keys, completion_keys
 from server.schemas import responses as wire
 from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling, naming
 from server.serving.output_budget import size_of
@@ -50,15 +53,26 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 def _models(service: Service) -> list[dict[str, Any]]:
     _ = service.tokens  # raises 503 until the model is loaded
     info = service.client.info()
+    created = int(service.start_time)
     fixed = {
         "object": "model",
-        "created": int(service.start_time),
+        "created": created,
         "owned_by": "encore",
+        "root": service.config.engine.model,
+        "parent": None,
         "max_model_len": info.max_model_len,
         "input_modalities": list(info.input_modalities),
         "sampling_defaults": dict(info.sampling_defaults),
     }
-    return [{"id": name, **fixed} for name in service.model_names()]
+    permission = {
+        "object": "model_permission", "created": created, "allow_create_engine": False, "allow_sampling": True,
+        "allow_logprobs": True, "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False,
+        "organization": "*", "group": None, "is_blocking": False,
+    }  # fmt: skip
+    return [
+        {"id": name, **fixed, "permission": [{"id": f"modelperm-{name}", **permission}]}
+        for name in service.model_names()
+    ]
 
 
 @router.post("/completions", responses=answered_by(wire.Completion, "text/event-stream"))
@@ -66,11 +80,13 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Complete one prompt or several, with n choices each, numbered prompt by prompt."""
     service: Service = request.app.state.service
     service.check_model(body.model)
+    apply_defaults(body, service.config)
     body.refuse_unsupported()
     check_priority(request, body.priority)
     params, truncation = body.sampling(service.sampling_defaults()), body.truncation
+    keys = completion_keys(service.config)
     prompts = _prompts(body.prompt)
-    head = _head(service, request, body, "cmpl", "text_completion")
+    head = new_head(service, request, body, "cmpl", "text_completion")
 
     async def submit() -> list[Job]:
         with naming(body.sent_names()):
@@ -87,8 +103,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     num_sequences = len(prompts) * params.n
     service.check_capacity(len(prompts), "prompt")
     if body.stream:
-        chunk_choices = CompletionChunkChoices(service.tokens, body)
-        return EventStream(_stream(service, num_sequences, submit, head, body, chunk_choices))
+        chunk_choices = CompletionChunkChoices(service.tokens, body, keys)
+        events = _stream(service, num_sequences, submit, head, body, chunk_choices, keys)
+        return load_reported(request, EventStream(events), service.load)
 
     async def answer() -> AsyncGenerator[Any, None]:
         with service.admission(num_sequences) as reservation:
@@ -97,34 +114,29 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
             def build(part: Callable[[Any], Any]) -> dict[str, Any]:
                 choices = [
-                    part(_completion(service.tokens, body, number, job, choice))
+                    part({**keys.choice, **_completion(service.tokens, body, number, job, choice)})
                     for number, (job, choice) in enumerate(
                         (job, choice) for job in jobs for choice in _returned(body, job)
                     )
                 ]
                 extra = {"stats": stats(jobs)} if body.return_stats else {}
-                return {
-                    **head,
-                    "choices": choices,
-                    "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details),
-                    **extra,
-                }
+                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
             yield await service.write(jobs, build, reservation)
 
-    return JSONAnswer(answer)
+    return load_reported(request, JSONAnswer(answer), service.load)
 
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
-    head = _head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
-    run = ChatRun(service, request, body, head["id"])
-    outputs = ChatOutputs(
-        service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
-        body.return_token_ids,
-    )  # fmt: skip
+    head = new_head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+    apply_defaults(body, service.config)
+    run, keys = ChatRun(service, request, body, head["id"]), chat_keys(service.config)
+    outputs = chat_outputs(service, body)
+    echoed = echoed_message(body, run)
 
     async def submit() -> list[Job]:
         job = await run.submit()
@@ -132,7 +144,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return [job]
 
     if body.stream:
-        return EventStream(_stream(service, run.params.n, submit, head, body, ChatChunkChoices(outputs)))
+        chunk_choices = ChatChunkChoices(outputs, keys, echoed)
+        events = _stream(service, run.params.n, submit, head, body, chunk_choices, keys)
+        return load_reported(request, EventStream(events), service.load)
 
     async def answer() -> AsyncGenerator[Any, None]:
         with service.admission(run.params.n) as reservation:
@@ -141,26 +155,42 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             await outputs.parse(jobs[0].choices)
 
             def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = [part(_chat_choice(outputs, body, choice)) for choice in jobs[0].choices]
+                choices = [part(chat_choice(outputs, body, choice, keys, echoed)) for choice in jobs[0].choices]
                 extra: dict[str, Any] = {"stats": stats(jobs)} if body.return_stats else {}
                 if body.return_token_ids:
                     extra["prompt_token_ids"] = jobs[0].output.prompt_token_ids
                 if body.prompt_logprobs is not None:
                     extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, jobs[0], body.prompt_logprobs)
-                return {
-                    **head,
-                    "choices": choices,
-                    "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details),
-                    **extra,
-                }
+                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
             yield await service.write(jobs, build, reservation)
 
-    return JSONAnswer(answer)
+    return load_reported(request, JSONAnswer(answer), service.load)
 
 
-def _chat_choice(outputs: ChatOutputs, body: ChatBody, choice: CompletionOutput) -> dict[str, Any]:
-    entry = outputs.choice(choice)
+def chat_outputs(service: Service, body: ChatBody) -> ChatOutputs:
+    """Return the formatter of a chat request's outputs."""
+    return ChatOutputs(
+        service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
+        body.return_token_ids,
+    )  # fmt: skip
+
+
+def echoed_message(body: ChatBody, run: ChatRun) -> str:
+    """Return the text that precedes the content with `echo`: the last message, if it is the assistant's."""
+    last = run.conversation.messages[-1]
+    return str(last["content"]) if body.echo and last["role"] == "assistant" else ""
+
+
+def chat_choice(
+    outputs: ChatOutputs, body: ChatBody, choice: CompletionOutput, keys: NullKeys, echoed: str = ""
+) -> dict[str, Any]:
+    """Return one entry of a chat completion's choices."""
+    entry = {**keys.choice, **outputs.choice(choice)}
+    message = entry["message"] = {**keys.message, **entry["message"]}
+    if echoed:
+        message["content"] = echoed + (message["content"] or "")
     if body.return_hidden_states:
         entry["hidden_states"] = answers.last_hidden_state(choice)
     return entry
@@ -173,20 +203,21 @@ async def _stream(
     head: Head,
     body: OpenAISampling,
     chunk_choices: ChunkChoices,
+    keys: NullKeys,
 ) -> AsyncGenerator[bytes, None]:
+    def usage() -> dict[str, Any]:
+        return {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+
     def shared() -> Head:
         if not body.include_usage:
             return head
-        return {
-            **head,
-            "usage": answers.usage(jobs, service.config.sends_prompt_tokens_details) if body.continuous_usage else None,
-        }
+        return {**head, "usage": usage() if body.continuous_usage else None}
 
     with service.admission(num_sequences) as reservation:
         jobs: list[Job] = await submit()
-        once = {}
+        once: Head = dict(keys.first_chunk)
         if body.return_token_ids and isinstance(body, ChatBody):
-            once = {"prompt_token_ids": jobs[0].output.prompt_token_ids}
+            once["prompt_token_ids"] = jobs[0].output.prompt_token_ids
         is_fixed = not (body.include_usage and body.continuous_usage)
         writer = ChunkWriter(chunk_choices, shared, is_fixed, once)
         async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
@@ -198,7 +229,7 @@ async def _stream(
                     yield written
         last: dict[str, Any] = {}
         if body.include_usage:
-            last["usage"] = answers.usage(jobs, service.config.sends_prompt_tokens_details)
+            last["usage"] = usage()
         if body.return_stats:
             last["stats"] = stats(jobs)
         if last:
@@ -243,7 +274,8 @@ def _prompts(prompt: Any) -> Sequence[str | list[int]]:
     return [prompt] if type(prompt[0]) is int else prompt
 
 
-def _head(service: Service, request: Request, body: OpenAISampling, prefix: str, kind: str) -> Head:
+def new_head(service: Service, request: Request, body: OpenAISampling, prefix: str, kind: str) -> Head:
+    """Return the fields that a response and its chunks begin with. Raises WireError 503 until the model is loaded."""
     _ = service.tokens
     return {
         "id": f"{prefix}-{request.state.request_id}",

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from engine.protocol.outputs import OutputDelta
+from engine.protocol.outputs import CompletionOutput, OutputDelta
 from server.http.streaming import WriteEvent, event
 from server.routes import openai_answers as answers
 from server.routes.chat_outputs import ChatOutputs, OutputStream
+from server.routes.vllm_keys import NullKeys
 from server.schemas.requests import CompletionBody
 from server.serving.service import Job
 from server.serving.tokenization import Tokenization
@@ -73,8 +74,8 @@ class ChunkWriter:
 class CompletionChunkChoices:
     """Chunk choices of /v1/completions."""
 
-    def __init__(self, tokens: Tokenization, body: CompletionBody):
-        self._tokens, self._body = tokens, body
+    def __init__(self, tokens: Tokenization, body: CompletionBody, keys: NullKeys):
+        self._tokens, self._body, self._keys = tokens, body, keys
         self._spelling = answers.Spelling(tokens, body.return_tokens_as_token_ids)
         self._builders: dict[int, answers.CompletionLogprobs] = {}
 
@@ -87,12 +88,12 @@ class CompletionChunkChoices:
                 self._tokens, self._spelling, body.logprobs or 0, job, len(before)
             )
             if body.echo:
-                entries.append(answers.completion_choice(number, before, self._of_prompt(job), None))
+                entries.append(self._entry(number, before, self._of_prompt(job), None))
         ended, logprobs = delta.finish_reason is not None, None
         if body.logprobs is not None and delta.token_ids:
             logprobs = self._builders[number].of(delta.token_ids, delta.logprobs or [None] * len(delta.token_ids))
         if delta.text_delta or logprobs or ended or body.return_token_ids:
-            entries.append(answers.completion_choice(number, delta.text_delta, logprobs, choice if ended else None))
+            entries.append(self._entry(number, delta.text_delta, logprobs, choice if ended else None))
             if body.return_token_ids:
                 entries[-1]["token_ids"] = delta.token_ids
         if body.return_token_ids and is_first:
@@ -109,14 +110,22 @@ class CompletionChunkChoices:
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
         if self._body.logprobs is not None or self._body.return_token_ids:
             return None
-        return answers.completion_choice(number, text, None, None)
+        return self._entry(number, text, None, None)
+
+    def _entry(
+        self, number: int, text: str, logprobs: dict[str, Any] | None, choice: CompletionOutput | None
+    ) -> dict[str, Any]:
+        return {**self._keys.chunk_choice, **answers.completion_choice(number, text, logprobs, choice)}
 
 
 class ChatChunkChoices:
-    """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk."""
+    """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk.
 
-    def __init__(self, outputs: ChatOutputs):
-        self._outputs = outputs
+    `echoed` precedes the content.
+    """
+
+    def __init__(self, outputs: ChatOutputs, keys: NullKeys, echoed: str = ""):
+        self._outputs, self._keys, self._echoed = outputs, keys, echoed
         self._streams: dict[int, OutputStream] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
@@ -124,20 +133,31 @@ class ChatChunkChoices:
         stream = self._streams.get(number)
         if stream is None:
             stream = self._streams[number] = self._outputs.stream()
-            entries.append(answers.chat_chunk_choice(number, {"role": "assistant", "content": ""}, None))
+            entries.append(self._entry(number, {"role": "assistant", "content": ""}, None))
+            if self._echoed:
+                entries.append(self._entry(number, {"content": self._echoed}, None))
         logprobs = self._outputs.logprobs_of(delta.logprobs) if delta.logprobs else None
         deltas = stream.deltas(delta)
         return_ids = self._outputs.return_ids and delta.token_ids
         if (logprobs or return_ids) and not deltas:
             deltas = [{"content": ""}]  # text is held back or left out, but its tokens are not
         for place, one in enumerate(deltas):
-            entries.append(answers.chat_chunk_choice(number, one, logprobs if place == 0 else None))
+            entries.append(self._entry(number, one, logprobs if place == 0 else None))
             if place == 0 and return_ids:
                 entries[-1]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
-            entry = answers.chat_chunk_choice(number, {}, None, job.choices[delta.index])
+            entry = self._entry(number, {}, None, job.choices[delta.index])
             entries.append(entry | {"finish_reason": stream.finish_reason(delta.finish_reason)})
         return entries
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
-        return answers.chat_chunk_choice(number, {"content": text}, None) if self._outputs.is_plain else None
+        return self._entry(number, {"content": text}, None) if self._outputs.is_plain else None
+
+    def _entry(
+        self,
+        number: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        choice: CompletionOutput | None = None,
+    ) -> dict[str, Any]:
+        return {**self._keys.chunk_choice, **answers.chat_chunk_choice(number, delta, logprobs, choice)}

@@ -29,12 +29,12 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("provide exactly one of prompt and messages", param="prompt")
     if body.prompt is not None:
-        ids = await tokens.encode(body.prompt, "prompt", body.add_special_tokens)
+        ids = await tokens.encode(body.prompt, "prompt", body.adds_special_tokens)
     else:
         check_own_template(request, body.chat_template)
         conversation = body.conversation()
         warn_of_unread(request, conversation, body)
-        ids = (await tokens.chat(conversation)).ids
+        ids = (await tokens.chat(conversation, body.adds_special_tokens)).ids
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.client.info().max_model_len,

@@ -84,6 +84,8 @@ OF_BODY = {
         "best_of": "generate this many sequences and return the best n",
     },
     "ChatBody": {
+        "echo": "begin the content with the last message, if it is the assistant's",
+        "add_special_tokens": "add the special tokens of the tokenizer to those of the chat template; default false",
         "max_completion_tokens": "maximum number of generated tokens; equals max_tokens if both are sent",
         "logprobs": "logprobs of the tokens in the answer",
         "top_logprobs": "with logprobs: the most likely tokens to list",
@@ -130,12 +132,16 @@ OF_BODY = {
         "include_usage": "usage in a last chunk",
         "continuous_usage_stats": "usage so far in every chunk",
     },
-    "TokenizeBody": {"prompt": "a text"},
+    "TokenizeBody": {
+        "prompt": "a text",
+        "add_special_tokens": "add the special tokens of the tokenizer; default: to a prompt, not to messages",
+    },
     "WeightsBody": {
         "path": "a safetensors file or folder on the server's host",
         "version": "name of the new weights",
     },
 }  # fmt: skip
+OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 
 def describe_fields(properties: dict[str, Any], body: str) -> None:

@@ -77,7 +77,7 @@ class Ignored:
 TABLE: tuple[Refused | Ignored, ...] = (
     # Constraints on the output.
     Refused("guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern", _OPENAI,
-            "structured output", instead="use structured_outputs"),
+            "structured output", instead="use structured_outputs, or start the server with --compat vllm"),
     Ignored("guided_decoding_backend", _OPENAI, "the library that follows a grammar"),
     Refused("json_schema regex ebnf structural_tag", (GENERATE,), "structured output",
             instead="send it in sampling_params"),
@@ -101,8 +101,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("sampling_seed", _OPENAI, "seed", instead="use seed"),
     # The prompt.
     Refused("suffix", (COMPLETIONS,), "the prompt", ("",)),
-    Refused("echo", (CHAT,), "the prompt", (False,)),
-    Refused("add_special_tokens", (CHAT,), "the prompt", (False,)),
     Refused("input_ids", (CHAT,), "the prompt", instead="use /v1/completions or /generate for token ids"),
     Refused("task", _CHATS, "the prompt"),
     Refused("prompt_embeds", (COMPLETIONS,), "the prompt"),

@@ -515,6 +515,7 @@ def call_arguments(arguments: Any, place: str, param: str) -> dict[str, Any]:
 Messages = Annotated[list[Message], Field(max_length=10_000, fail_fast=True, json_schema_extra={"minItems": 1})]
 Tools = Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)]
 ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)]
+MAX_CONVERSATIONS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -593,6 +594,8 @@ class ChatBody(ConversationFields, OpenAISampling):
     max_completion_tokens: int | None = _optional("max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = _optional("logprobs")
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -625,6 +628,26 @@ class ChatBody(ConversationFields, OpenAISampling):
         return self.conversation_of(self.messages)
 
 
+class BatchChatBody(ChatBody):
+    """Body of POST /v1/chat/completions/batch: that of a chat, with a list of conversations as its messages."""
+
+    messages: Annotated[list[Messages], Field(max_length=MAX_CONVERSATIONS, fail_fast=True)]  # type: ignore[assignment]
+
+    def conversations(self) -> list[ChatBody]:
+        """Return a chat for each conversation. Raises RequestError for what several of them can't have."""
+        if not self.messages:
+            raise RequestError("messages is empty: provide at least one conversation", param="messages")
+        refused = {
+            "stream": self.stream, "tools": self.tools and self.tool_choice != "none",
+            "prompt_logprobs": self.prompt_logprobs is not None,
+        }  # fmt: skip
+        for name in (name for name, is_given in refused.items() if is_given):
+            raise RequestError(f"{name} is not available for several conversations: remove it", param=name)
+        if self.n not in (None, 1):
+            raise RequestError(f"n={self.n} must be 1 for several conversations", param="n")
+        return [self.model_copy(update={"messages": messages}) for messages in self.messages]
+
+
 _OF_CONVERSATIONS = (
     "tools", "documents", "chat_template", "chat_template_kwargs", "continue_final_message", "enable_thinking",
     "reasoning_effort", "verbosity",
@@ -650,12 +673,12 @@ class TokenizeBody(ConversationFields):
             is_unused = name == "tools" and self.tool_choice == "none"
             if getattr(self, name) not in (None, False, [], {}) and not is_unused:
                 raise RequestError(f"{name} has no effect on a prompt: send messages, or remove it", param=name)
-        if self.messages is not None and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
-            raise RequestError(
-                "add_special_tokens is not supported with messages: the chat template writes the special tokens; "
-                "remove it",
-                param="add_special_tokens",
-            )
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds its special tokens. By default not to messages: the chat template writes them."""
+        is_given = "add_special_tokens" in self.model_fields_set
+        return self.add_special_tokens if is_given else self.messages is None
 
     def conversation(self) -> Conversation:
         """Return what the chat template renders."""

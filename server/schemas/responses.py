@@ -48,6 +48,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None
+    completion_tokens_details: None = None
 
 
 class Stats(Answer):
@@ -90,9 +91,21 @@ class CompletionChoice(Answer):
     token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: list[float | None] | None = None
+    routed_experts: None = None
+    weight_versions: None = None
 
 
-class Completion(Answer):
+class VllmKeys(Answer):
+    """Keys of vLLM's responses, which are null with `--compat vllm` and left out otherwise."""
+
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class Completion(VllmKeys):
     """Response of /v1/completions, and each chunk of its stream."""
 
     id: str
@@ -155,6 +168,9 @@ class ChatMessage(Answer):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatChoice(Answer):
@@ -167,9 +183,11 @@ class ChatChoice(Answer):
     stop_reason: StopReason
     token_ids: list[int] | None = None
     hidden_states: list[float | None] | None = None
+    routed_experts: None = None
+    weight_versions: None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(VllmKeys):
     """Response of /v1/chat/completions."""
 
     id: str
@@ -180,6 +198,7 @@ class ChatCompletion(Answer):
     usage: Usage
     stats: Stats | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -215,18 +234,40 @@ class ChatChunk(Answer):
     usage: Usage | None = None
     stats: Stats | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
+
+
+class ModelPermission(Answer):
+    """What may be done with a model; the same for all, as in vLLM."""
+
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: None
+    is_blocking: bool
 
 
 class Model(Answer):
     """A name under which the model is served, its context length, and what messages may contain.
 
-    `sampling_defaults`: the model's sampling parameters for fields that a request leaves out.
+    `root` is the model as the server was told to load it, `sampling_defaults` the model's sampling parameters for fields
+    that a request leaves out.
     """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
+    permission: list[ModelPermission]
     max_model_len: int
     input_modalities: list[str]
     sampling_defaults: dict[str, Any]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from server.serving.service import Job
 
 
-PROBES = ("/", "/graphs", "/health", "/ready", "/metrics")  # polled about every second
+PROBES = ("/", "/graphs", "/health", "/ping", "/ready", "/metrics")  # polled about every second
 
 
 access = logging.getLogger("encore.access")

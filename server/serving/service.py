@@ -356,6 +356,11 @@ class Service:
                 f"{waiting} sequences are waiting already, and the limit is {self.config.max_waiting}: retry later"
             )
 
+    def load(self) -> dict[str, float]:
+        """Return what load balancers ask for, with vLLM's names."""
+        stats = self.client.stats()
+        return {"kv_cache_usage_perc": float(stats.kv_cache_usage), "num_requests_waiting": float(stats.num_waiting)}
+
     @property
     def all_in_flight(self) -> int:
         """Sequences in flight of all API workers."""

@@ -69,8 +69,11 @@ class Tokenization:
             return tokenizer.encode(text, add_special_tokens)
         return await self._threads.run(partial(tokenizer.encode, text, add_special_tokens), lane_of(len(text)))
 
-    async def chat(self, conversation: Conversation) -> ChatPrompt:
-        """Apply the chat template and encode its text. Raises RequestError if the template fails or takes too long."""
+    async def chat(self, conversation: Conversation, add_special_tokens: bool = False) -> ChatPrompt:
+        """Apply the chat template and encode its text. Raises RequestError if the template fails or takes too long.
+
+        `add_special_tokens`: whether the tokenizer adds its own to those that the template writes.
+        """
         tokenizer = self._require_tokenizer("messages")
         chars = conversation.num_chars
         self._refuse_oversized(chars, "messages")
@@ -81,7 +84,7 @@ class Tokenization:
             text = await self._render_own(render, conversation.template)
         self._refuse_oversized(len(text), "messages")
         try:
-            ids = await self._threads.run(partial(tokenizer.encode, text, False), lane_of(len(text)))
+            ids = await self._threads.run(partial(tokenizer.encode, text, add_special_tokens), lane_of(len(text)))
         except RequestError as error:
             raise RequestError(
                 "the conversation contains a lone surrogate, which is not valid Unicode", "messages"

@@ -215,7 +215,7 @@ def test_the_schema_lists_the_fields(server):
     for place, model in MODELS.items():
         properties = schemas[model.__name__]["properties"]
         assert set(FOREIGN_FIELDS[place]) <= set(properties)
-    assert schemas["ChatBody"]["properties"]["echo"]["enum"] == [None, False]
+    assert schemas["ChatBody"]["properties"]["logits_processors"]["enum"] == [None, []]
     one = schemas["GenerateBody"]["properties"]["sampling_params"]["anyOf"][0]
     assert one["properties"]["custom_params"]["enum"] == [None, {}]
 

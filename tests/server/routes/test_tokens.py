@@ -45,7 +45,6 @@ MESSAGES = [{"role": "user", "content": "red"}, {"role": "assistant", "content":
         ("tools", [{"type": "function"}]),
         ("chat_template_kwargs", {"verbose": True}),
         ("documents", [{"text": "a"}]),
-        ("add_special_tokens", True),
     ],
 )
 def test_tokenize_refuses_what_a_chat_refuses(server, field, value):

@@ -1,0 +1,83 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, as in vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.errors import RequestError
+from server.http.body_route import BodyRoute
+from server.http.openapi import REFUSALS, answered_by
+from server.http.streaming import JSONAnswer
+from server.routes import openai_answers as answers
+from server.routes.chat_run import ChatRun
+from server.routes.openai import chat_choice, chat_outputs, echoed_message, new_head
+from server.routes.server_defaults import apply_defaults
+from server.routes.vllm_keys import chat_keys
+from server.schemas import responses as wire
+from server.schemas.requests import BatchChatBody
+from server.serving.request_log import stats
+from server.serving.service import Job, Service
+
+router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
+
+
+@router.post("/chat/completions/batch", responses=answered_by(wire.ChatCompletion))
+async def chat_completions_batch(body: BatchChatBody, request: Request) -> Response:
+    """Generate the next message of each conversation. Choice i is that of conversation i."""
+    service: Service = request.app.state.service
+    head = new_head(service, request, body, "chatcmpl", "chat.completion")
+    apply_defaults(body, service.config)
+    body.refuse_unsupported()
+    conversations = body.conversations()
+    service.check_capacity(len(conversations), "messages")
+    runs, echoed, keys = [], [], chat_keys(service.config)
+    for number, one in enumerate(conversations):
+        with _naming_conversation(number):
+            runs.append(ChatRun(service, request, one, head["id"]))
+        echoed.append(echoed_message(one, runs[-1]))
+
+    async def submit() -> list[Job]:
+        jobs = []
+        for number, run in enumerate(runs):
+            with _naming_conversation(number):
+                jobs.append(await run.submit())
+        return jobs
+
+    async def answer() -> AsyncGenerator[Any, None]:
+        with service.admission(len(runs), "messages") as reservation:
+            jobs = await submit()
+            await service.finish(jobs, reservation)
+
+            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+                choices = []
+                for number, (run, job) in enumerate(zip(runs, jobs, strict=True)):
+                    outputs = chat_outputs(service, body)
+                    outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
+                    entry = chat_choice(outputs, body, job.choices[0], keys, echoed[number])
+                    choices.append(part(entry | {"index": number}))
+                extra = {"stats": stats(jobs)} if body.return_stats else {}
+                usage = {**keys.usage, **answers.usage(jobs)}
+                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
+
+            yield await service.write(jobs, build, reservation)
+
+    return JSONAnswer(answer)
+
+
+@contextmanager
+def _naming_conversation(number: int) -> Iterator[None]:
+    """Make a RequestError name the messages of a conversation by its number: messages[2][0]."""
+    try:
+        yield
+    except RequestError as error:
+        place = f"messages[{number}]"
+        message = re.sub(r"\bmessages\b(?=\[| is | has )", place, str(error))
+        if error.param == "messages" and place not in message:
+            message = f"{place}: {message}"
+        raise type(error)(message, param=error.param) from error
