@@ -34,6 +34,7 @@ from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
 from server.routes import tokens as routes_tokens
+from server.serving.background_runs import BackgroundRuns
 from server.serving.generation_probe import GenerationProbe
 from server.serving.request_log import RequestLog
 from server.serving.response_store import MEMORY, ResponseStore
@@ -84,12 +85,15 @@ def create_app(
             )  # fmt: skip
             store.begin_expiry()
         app.state.response_store = store
+        app.state.background_runs = runs = None if store is None else BackgroundRuns(store)
         service.begin()
         board.begin()
         try:
             yield
         finally:
             await board.close()
+            if runs is not None:
+                await runs.close()
             await service.close()
             if store is not None:
                 app.state.response_store = None

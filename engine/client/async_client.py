@@ -254,9 +254,7 @@ class EngineClient:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
         # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
         children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = OutputQueue(
-            len(children), on_end, on_hidden_states, params.logprobs or 0
-        )
+        queue = self._queues[request_id] = OutputQueue(len(children), on_end, on_hidden_states, params.logprobs or 0)
         open_children = {child.request_id for child in children}
         try:
             for child in children:

@@ -72,7 +72,7 @@ class EventStream(Response):
             try:
                 first = await anext(events, None)
             except Exception as exc:
-                _log_failure(exc, scope)
+                log_if_severe(exc, scope)
                 await error_response(exc, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -84,7 +84,7 @@ class EventStream(Response):
             except OSError:  # the connection broke during a send
                 return
             except Exception as exc:
-                _log_failure(exc, scope)
+                log_if_severe(exc, scope)
                 await send({"type": "http.response.body", "body": self._failed(exc), "more_body": True})
             await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
@@ -200,6 +200,7 @@ async def _wait_or_cancel(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -
         task.result()
 
 
-def _log_failure(exc: Exception, scope: Scope) -> None:
+def log_if_severe(exc: Exception, scope: Scope) -> None:
+    """Log a failed request if it is the server's fault, with its id."""
     if body_of(exc)[0] >= 500:  # includes the 503 that ends every running stream when the engine dies
         log_failure(exc, scope)

@@ -62,7 +62,7 @@ async def chat_completions_batch(body: BatchChatBody, request: Request) -> Respo
                     entry = chat_choice(outputs, body, job.choices[0], keys, echoed[number])
                     choices.append(part(entry | {"index": number}))
                 extra = {"stats": stats(jobs)} if body.return_stats else {}
-                usage = {**keys.usage, **answers.usage(jobs)}
+                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
                 return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
             yield await service.write(jobs, build, reservation)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -19,15 +20,19 @@ from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.errors import WireError, body_of
 from server.http.openapi import REFUSALS, answered_by
-from server.http.streaming import EventStream, JSONAnswer, named_event
+from server.http.streaming import EventStream, JSONAnswer, log_if_severe, named_event
 from server.routes import openai_answers as answers
 from server.routes.chat_run import ChatRun
 from server.routes.response_outputs import Event, Logprobs, ResponseEvents
 from server.schemas import openai_response_objects as wire
 from server.schemas.openai_responses import SENT_NAMES, ResponsesBody
 from server.schemas.translation import translated_errors
-from server.serving.response_store import ResponseStore
+from server.serving.background_runs import BackgroundRuns
+from server.serving.response_store import ResponseStore, too_large
 from server.serving.service import Job, Service
+
+FLUSH_SECONDS = 0.1  # between writes of a background response's events to the store
+POLL_SECONDS = 0.05  # between reads of them
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
 
@@ -37,11 +42,13 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     """Generate a response to an input of text or items, and store it unless the request says otherwise."""
     body.refuse_unsupported()
     store: ResponseStore | None = request.app.state.response_store
-    if store is None and (body.store or body.previous_response_id is not None):
-        param = "store" if body.store else "previous_response_id"
+    if store is None and (body.store or body.background or body.previous_response_id is not None):
+        param = "background" if body.background else "store" if body.store else "previous_response_id"
         raise RequestError(
             f"{param} is not available: this server stores no responses (--response-store-entries 0)", param=param
         )
+    if body.background and body.store is False:
+        raise RequestError("background=true requires that the response is stored: remove store", param="background")
     previous: list[dict[str, Any]] = []
     if store is not None and body.previous_response_id is not None:
         found = await store.conversation(body.previous_response_id, request.state.owner)
@@ -52,20 +59,36 @@ async def create(body: ResponsesBody, request: Request) -> Response:
             )  # fmt: skip
         previous = found
     run = _ResponseRun(request, body, previous, store if body.store is not False else None)
+    if body.background and store is not None:
+        background = _BackgroundRun(run, store, request.state.owner, request.app.state.background_runs)
+        if body.stream:
+            return EventStream(background.stream(), run.failed, last=b"")
+        return JSONAnswer(background.answer)
     if body.stream:
         return EventStream(run.stream(), run.failed, last=b"")
     return JSONAnswer(run.answer)
 
 
-@router.get("/{response_id}", responses=answered_by(wire.ResponseObject))
-async def retrieve(response_id: str, request: Request, stream: bool = False) -> Response:
-    """Return a stored response."""
-    if stream:
-        raise RequestError("stream is not supported here; remove it", param="stream")
-    found = await _store(request, response_id).response(response_id, request.state.owner)
+@router.get("/{response_id}", responses=answered_by(wire.ResponseObject, "text/event-stream"))
+async def retrieve(
+    response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
+) -> Response:
+    """Return a stored response; with `stream` the events of a background response, after event `starting_after`."""
+    store = _store(request, response_id)
+    found = await store.response(response_id, request.state.owner)
     if found is None:
         raise _not_found(response_id)
-    return Response(found, media_type="application/json")
+    if not stream:
+        if starting_after is not None:
+            raise RequestError("starting_after requires stream=true", param="starting_after")
+        return Response(found, media_type="application/json")
+    if not await store.has_events(response_id):
+        raise RequestError(
+            f"stream: {response_id[:80]} has no events: it was not created with background=true and stream=true",
+            param="stream",
+        )
+    after = -1 if starting_after is None else starting_after
+    return EventStream(_stored_events(store, response_id, request.state.owner, after), last=b"")
 
 
 @router.get("/{response_id}/input_items", responses=answered_by(wire.ItemList))
@@ -94,19 +117,45 @@ async def input_items(
 
 @router.delete("/{response_id}", responses=answered_by(wire.DeletedResponse))
 async def delete(response_id: str, request: Request) -> dict[str, Any]:
-    """Delete a stored response. Responses that continue it keep their own copy of the conversation."""
+    """Delete a stored response. Responses that continue it keep their own copy of the conversation.
+
+    A background response that runs is cancelled.
+    """
     if not await _store(request, response_id).delete(response_id, request.state.owner):
         raise _not_found(response_id)
+    request.app.state.background_runs.cancel(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel", responses=answered_by(wire.ResponseObject))
-async def cancel(response_id: str) -> dict[str, Any]:
-    """Refuse: only background responses can be cancelled, and there are none."""
-    raise RequestError(
-        f"{response_id[:80]} can't be cancelled: only background responses can, and background is not supported; close "
-        "the connection of a running request instead"
-    )
+async def cancel(response_id: str, request: Request) -> Response:
+    """Cancel a background response, and return it. One that has ended is returned as it is."""
+    found = await _store(request, response_id).cancel(response_id, request.state.owner)
+    if found is None:
+        raise _not_found(response_id)
+    if not json.loads(found)["background"]:
+        raise RequestError(
+            f"{response_id[:80]} can't be cancelled: only background responses can; close the connection of another "
+            "request instead",
+            param="response_id",
+        )
+    request.app.state.background_runs.cancel(response_id)
+    return Response(found, media_type="application/json")
+
+
+async def _stored_events(store: ResponseStore, response_id: str, owner: str, after: int) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a background response that follow event `after`, until it has ended."""
+    is_running = True
+    while is_running:
+        found = await store.events(response_id, owner, after)
+        if found is None:  # deleted, or no room for it
+            return
+        events, is_running = found
+        if events:
+            after = events[-1][0]
+            yield b"".join(data for _, data in events)
+        elif is_running:
+            await asyncio.sleep(POLL_SECONDS)
 
 
 class _ResponseRun:
@@ -119,8 +168,9 @@ class _ResponseRun:
         items = body.items()
         chat, self._places = body.chat(previous, items)
         self._items = [*previous, *items]
-        self._store, self._owner = store, request.state.owner
+        self._store, self._owner, self.scope = store, request.state.owner, request.scope
         _ = self._service.tokens  # raises 503 until the model is loaded
+        self._is_background = bool(body.background)
         self._response = _in_progress(
             body, body.model or self._service.model_names()[0], store is not None, self._service.sampling_defaults()
         )
@@ -133,28 +183,49 @@ class _ResponseRun:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(self.pieces()) as pieces:
             async for events in pieces:
                 if events:
                     yield self._written(events)
 
     async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the whole response."""
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(self.pieces()) as pieces:
             async for _ in pieces:
                 pass
         yield self._response
 
     def failed(self, exc: Exception) -> bytes:
         """Return the last event of a stream that fails."""
-        status, body, _ = body_of(exc)
-        code = "server_error" if status >= 500 else "invalid_prompt"
-        ended = {"status": "failed", "error": {"code": code, "message": body["error"]["message"]}}
-        response = self._response | ended | {"output": self._events.output, "store": False}
+        response = self.failed_response(exc) | {"output": self._events.output, "store": False}
         return self._written([{"type": "response.failed", "response": response}])
 
-    async def _pieces(self) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of each piece of the output; after the last, the response is complete."""
+    def failed_response(self, exc: Exception) -> dict[str, Any]:
+        """Return the response to a request that fails, without output."""
+        status, body, _ = body_of(exc)
+        code = "server_error" if status >= 500 else "invalid_prompt"
+        error = {"code": code, "message": body["error"]["message"]}
+        return self._response | {"status": "failed", "completed_at": None, "error": error, "output": [], "usage": None}
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response as it is so far."""
+        return self._response
+
+    def numbered(self, events: list[Event]) -> list[tuple[int, bytes]]:
+        """Return events as they are sent, with their numbers."""
+        found = []
+        for event in events:
+            text = named_event(event["type"], event | {"sequence_number": self._numbers})
+            found.append((self._numbers, text.encode()))
+            self._numbers += 1
+        return found
+
+    async def pieces(self) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of each piece of the output; after the last, the response is complete.
+
+        The first piece of a background response comes once it is stored, before it runs. The caller stores the rest.
+        """
         with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
             job = await self._run.submit()
             self._events = ResponseEvents(self._run.short_ids)
@@ -162,27 +233,45 @@ class _ResponseRun:
             stores = self._store is not None and await self._store.begin(self._response["id"], self._owner, items)
             del items
             try:
+                if self._is_background:
+                    yield await self._queue(stores)
                 parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
                 has_begun = False
                 async with aclosing(self._service.run(job, reservation)) as arrivals:
                     async for deltas in arrivals:
                         found = [event for delta in deltas for event in self._of_delta(parser, delta)]
                         if not has_begun:
-                            found = [*self._begin(), *found]
+                            found = [*await self._begin(), *found]
                             has_begun = True
                         yield found
                 last = self._complete(job)
-                if self._store is not None:
+                if self._store is not None and not self._is_background:
                     self._response["store"] = stores
                     self._response["store"] = stores and await self._store.finish(self._response["id"], self._response)
                     stores = False
             finally:
-                if stores and self._store is not None:
+                if stores and self._store is not None and not self._is_background:
                     self._store.drop(self._response["id"])
             yield [*last, {"type": f"response.{self._response['status']}", "response": self._response}]
 
-    def _begin(self) -> list[Event]:
-        kinds = ("response.created", "response.in_progress")
+    async def _queue(self, has_input: bool) -> list[Event]:
+        """Store a background response before it runs. Raises RequestError if there is no room for it."""
+        assert self._store is not None
+        self._response |= {"status": "queued", "background": True}
+        if not has_input or not await self._store.publish(self._response["id"], self._response):
+            self._store.drop(self._response["id"])
+            raise RequestError(
+                "background: the request is too large to be stored (--response-store-bytes): send it without",
+                param="background",
+            )
+        return [{"type": f"response.{kind}", "response": dict(self._response)} for kind in ("created", "queued")]
+
+    async def _begin(self) -> list[Event]:
+        kinds = ["response.created", "response.in_progress"]
+        if self._is_background and self._store is not None:
+            self._response["status"] = "in_progress"
+            await self._store.publish(self._response["id"], self._response)
+            kinds = kinds[1:]
         return [{"type": kind, "response": dict(self._response)} for kind in kinds]
 
     def _of_delta(self, parser: ChatParser, delta: OutputDelta) -> list[Event]:
@@ -214,11 +303,79 @@ class _ResponseRun:
         return events
 
     def _written(self, events: list[Event]) -> bytes:
-        written = []
-        for event in events:
-            written.append(named_event(event["type"], event | {"sequence_number": self._numbers}))
-            self._numbers += 1
-        return "".join(written).encode()
+        return b"".join(data for _, data in self.numbered(events))
+
+
+class _BackgroundRun:
+    """A request that is answered once its response is stored, and runs on in a task.
+
+    The task stores the response when it begins and ends, and its events if they are streamed, so that any API worker
+    can return them. It ends early if the response is cancelled or deleted.
+    """
+
+    def __init__(self, run: _ResponseRun, store: ResponseStore, owner: str, runs: BackgroundRuns):
+        self._run, self._store, self._owner, self._runs = run, store, owner, runs
+        self._streams = False
+        self._events: list[tuple[int, bytes]] = []  # not yet stored
+        self._last_flush = 0.0
+
+    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the queued response."""
+        yield await self._start()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as they are stored. Closing it does not end the run."""
+        self._streams = True
+        response = await self._start()
+        async with aclosing(_stored_events(self._store, response["id"], self._owner, -1)) as events:
+            async for event in events:
+                yield event
+
+    async def _start(self) -> dict[str, Any]:
+        """Start the task, and return the response once it is stored. Raises what keeps it from being stored."""
+        stored: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._work(stored))
+        both: set[asyncio.Future[Any]] = {task, stored}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not stored.done():  # nobody would learn the response's id
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if not stored.done():
+            task.result()  # raises
+        return stored.result()
+
+    async def _work(self, stored: asyncio.Future[dict[str, Any]]) -> None:
+        run = self._run
+        try:
+            async with aclosing(run.pieces()) as pieces:
+                async for events in pieces:
+                    await self._add(run.numbered(events), is_urgent=not stored.done())
+                    if not stored.done():
+                        self._runs.add(run.response["id"], asyncio.current_task())  # type: ignore[arg-type]
+                        stored.set_result(dict(run.response))
+            await self._add([], is_urgent=True)
+            response = run.response
+        except Exception as exc:
+            if not stored.done():
+                raise
+            log_if_severe(exc, run.scope)
+            response = run.failed_response(exc)
+            self._events += run.numbered([{"type": "response.failed", "response": response}])
+            with suppress(WireError):
+                await self._add([], is_urgent=True)
+        await self._store.finish(response["id"], response, if_too_large=run.failed_response(too_large()))
+
+    async def _add(self, events: list[tuple[int, bytes]], is_urgent: bool) -> None:
+        """Store events: now, or a moment later with those that follow."""
+        if not self._streams:
+            return
+        self._events += events
+        now = asyncio.get_running_loop().time()
+        if self._events and (is_urgent or now - self._last_flush >= FLUSH_SECONDS):
+            events, self._events, self._last_flush = self._events, [], now
+            await self._store.append(self._run.response["id"], events)
 
 
 def _in_progress(body: ResponsesBody, model: str, is_stored: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:

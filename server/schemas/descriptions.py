@@ -117,6 +117,7 @@ OF_BODY = {
         "instructions": "the system message",
         "previous_response_id": "continue this stored response",
         "store": "false: don't store the response",
+        "background": "answer at once, and generate the response in the background",
         "text": "format of the answer: text, json_object or json_schema; verbosity, passed to the chat template",
         "reasoning": "effort, passed to the chat template",
         "include": "message.output_text.logprobs: logprobs of the text",

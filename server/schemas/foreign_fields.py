@@ -181,7 +181,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("spaces_between_special_tokens", (SAMPLING,), "detokenization of tokenizers that are not supported"),
     Refused("skip_special_tokens", (DETOKENIZE,), "detokenization", (False,)),
     # The Responses API.
-    Refused("background", (RESPONSES,), "requests that outlive their connection", (False,)),
     Refused("background_options", (RESPONSES,), "requests that outlive their connection", ({},)),
     Refused("conversation", (RESPONSES,), "the prompt", instead="use previous_response_id"),
     Refused("prompt", (RESPONSES,), "the prompt", instead="use input and instructions"),

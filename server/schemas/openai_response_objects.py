@@ -99,8 +99,8 @@ class ResponseObject(Answer):
     object: Literal["response"]
     created_at: float
     completed_at: float | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

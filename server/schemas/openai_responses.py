@@ -103,6 +103,7 @@ class ResponsesBody(SamplingExtensions):
     instructions: Text | None = None
     previous_response_id: Text | None = None
     store: bool | None = None
+    background: bool | None = None
     tools: Annotated[Any, WithJsonSchema(_TOOLS)] = None
     tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: bool | None = None

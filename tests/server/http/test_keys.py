@@ -19,7 +19,7 @@ COMPLETION = {"prompt": "red", "max_tokens": 1}
 INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/tiny", "/generate", "/tokenize",
              "/detokenize", "/tokenizer_info", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
              "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
-             "/v1/responses/{response_id}/cancel",
+             "/v1/responses/{response_id}/cancel", "/v1/chat/completions/batch", "/invocations",
              "/v1/nothing")  # fmt: skip
 CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
            "/profile/stop", "/server_info")  # fmt: skip

@@ -235,14 +235,6 @@ def test_a_stored_response_belongs_to_its_key(guarded, client):
     assert client.responses.retrieve(mine.id).id == mine.id
 
 
-def test_background_responses_and_cancelling_are_refused(client):
-    stored = client.responses.create(input="red", **GREEDY)
-    with pytest.raises(openai.BadRequestError, match="background is not supported"):
-        client.responses.cancel(stored.id)
-    with pytest.raises(openai.BadRequestError, match="background is not supported"):
-        client.responses.create(input="red", background=True, **GREEDY)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "param", "needle"),
     [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from engine.errors import RequestError
 from server.http.errors import WireError
-from server.serving.response_store import MEMORY, ResponseStore
+from server.serving.response_store import LOST_SECONDS, MEMORY, ResponseStore
 
 ITEMS = [{"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}]
 RESPONSE = {"id": "resp_1", "output": [{"type": "message", "id": "msg_2"}]}
@@ -106,3 +107,57 @@ async def test_a_closed_store_refuses(make_store):
     with pytest.raises(WireError) as caught:
         await add(store, "a")
     assert caught.value.status == 503
+
+
+async def test_a_background_response_is_readable_while_it_runs(make_store):
+    store = make_store(size=4000)
+    assert await store.begin("a", "me", ITEMS)
+    assert await store.publish("a", RESPONSE | {"status": "queued"}) and await store.still_running(["a", "b"]) == {"a"}
+    assert json.loads(await store.response("a", "me"))["status"] == "queued"
+    assert await store.append("a", [(0, b"zero"), (1, b"one")]) and await store.append("a", [(2, b"two")])
+    assert await store.events("a", "me", -1) == ([(0, b"zero"), (1, b"one"), (2, b"two")], True)
+    assert await store.events("a", "me", 1) == ([(2, b"two")], True) and await store.events("a", "another", 1) is None
+    assert await store.finish("a", RESPONSE | {"status": "completed"})
+    assert await store.events("a", "me", 2) == ([], False) and await store.still_running(["a"]) == set()
+    assert not await store.append("a", [(3, b"x")]) and not await store.publish("a", RESPONSE)
+    assert await store.delete("a", "me") and store.usage() == (0, 0) and not await store.has_events("a")
+
+
+async def test_events_count_in_the_bytes_of_an_entry(make_store):
+    store = make_store(size=8000)
+    assert await store.begin("a", "me", ITEMS) and await store.publish("a", RESPONSE | {"status": "in_progress"})
+    before = store.usage()[1]
+    assert await store.append("a", [(0, b"x" * 300)]) and store.usage()[1] == before + 300
+    with pytest.raises(WireError, match="--response-store-bytes"):
+        await store.append("a", [(1, b"x" * 900)])
+    assert store.usage()[1] == before and not await store.has_events("a")
+    failed = {"status": "failed", "output": []}
+    assert not await store.finish("a", RESPONSE | {"text": "x" * 2000}, if_too_large=failed)
+    assert json.loads(await store.response("a", "me")) == failed and await store.still_running(["a"]) == set()
+
+
+async def test_a_cancelled_response_stays_cancelled(make_store):
+    store = make_store()
+    for name in "ab":
+        assert await store.begin(name, "me", ITEMS) and await store.publish(name, RESPONSE | {"status": "in_progress"})
+    assert await store.cancel("a", "another") is None and await store.cancel("c", "me") is None
+    assert json.loads(await store.cancel("a", "me"))["status"] == "cancelled"
+    assert not await store.finish("a", RESPONSE | {"status": "completed"})
+    assert json.loads(await store.response("a", "me"))["status"] == "cancelled"
+    for name, status in (("a", "cancelled"), ("b", "in_progress")):
+        with pytest.raises(RequestError, match=status):
+            await store.conversation(name, "me")
+    done = RESPONSE | {"status": "completed"}
+    assert await store.finish("b", done) and json.loads(await store.cancel("b", "me")) == done
+
+
+async def test_a_response_whose_worker_has_ended_fails(make_store, monkeypatch):
+    store = make_store()
+    for name in "ab":
+        assert await store.begin(name, "me", ITEMS) and await store.publish(name, RESPONSE | {"status": "in_progress"})
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + LOST_SECONDS + 1)
+    assert await store.still_running(["b"]) == {"b"}  # its worker lives
+    assert json.loads(await store.response("a", "me"))["status"] == "failed"
+    assert json.loads(await store.response("b", "me"))["status"] == "in_progress"
+    assert await store.events("a", "me", -1) == ([], False)

@@ -255,6 +255,29 @@ def test_every_worker_reads_the_responses_that_any_has_stored(server):
     assert {httpx.get(f"{url}/{previous}").status_code for _ in range(6)} == {404}
 
 
+def test_every_worker_reads_and_cancels_background_responses(server):
+    body = {"input": "red", "max_output_tokens": 3000, "ignore_eos": True, "background": True, "stream": True}
+    with (
+        httpx.Client(base_url=server.url, timeout=30) as first,
+        first.stream("POST", "/v1/responses", json=body) as sse,
+    ):
+        events = (json.loads(line[6:]) for line in sse.iter_lines() if line.startswith("data: "))
+        name = next(events)["response"]["id"]
+    statuses = set()
+    for _ in range(8):  # each on a new connection: both workers are asked
+        with httpx.Client(base_url=server.url, timeout=30) as one:
+            statuses.add(one.get(f"/v1/responses/{name}").json()["status"])
+    assert statuses <= {"queued", "in_progress"}
+    with httpx.Client(base_url=server.url, timeout=30) as one:
+        assert one.post(f"/v1/responses/{name}/cancel").json()["status"] == "cancelled"
+    wait_idle(server)
+    for _ in range(4):
+        with httpx.Client(base_url=server.url, timeout=30) as one:
+            assert one.get(f"/v1/responses/{name}").json()["status"] == "cancelled"
+            text = one.get(f"/v1/responses/{name}", params={"stream": True}).text
+            assert text.startswith("event: response.created") and "response.completed" not in text
+
+
 def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
     model, keys = tmp_path / "model", tmp_path / "keys"
     shutil.copytree(tiny_model, model)
