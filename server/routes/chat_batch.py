@@ -53,14 +53,18 @@ async def chat_completions_batch(body: BatchChatBody, request: Request) -> Respo
         with service.admission(len(runs), "messages") as reservation:
             jobs = await submit()
             await service.finish(jobs, reservation)
+            parsed = []
+            for run, job in zip(runs, jobs, strict=True):
+                outputs = chat_outputs(service, body)
+                outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
+                await outputs.parse(job.choices)
+                parsed.append((outputs, job.choices[0]))
 
             def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = []
-                for number, (run, job) in enumerate(zip(runs, jobs, strict=True)):
-                    outputs = chat_outputs(service, body)
-                    outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
-                    entry = chat_choice(outputs, body, job.choices[0], keys, echoed[number])
-                    choices.append(part(entry | {"index": number}))
+                choices = [
+                    part(chat_choice(outputs, body, choice, keys, echoed[number]) | {"index": number})
+                    for number, (outputs, choice) in enumerate(parsed)
+                ]
                 extra = {"stats": stats(jobs)} if body.return_stats else {}
                 usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
                 return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}

@@ -236,7 +236,8 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         if not names:
             raise
         ours = "|".join(map(re.escape, names))
-        # A name within quotes is a value, one after a hyphen part of a flag; chat_template_kwargs has the template's names.
+        # A name within quotes is a value, and one after a hyphen part of a flag. chat_template_kwargs has the
+        # template's names.
         outside = r"(?<![\w'\"-])(?<!chat_template_kwargs\.)"
         message = re.sub(rf"{outside}(?:{ours})(?![\w'\"])", lambda found: names[found[0]], str(error))
         raise type(error)(message, param=names.get(error.param or "", error.param)) from error

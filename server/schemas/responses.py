@@ -257,8 +257,8 @@ class ModelPermission(Answer):
 class Model(Answer):
     """A name under which the model is served, its context length, and what messages may contain.
 
-    `root` is the model as the server was told to load it, `sampling_defaults` the model's sampling parameters for fields
-    that a request leaves out.
+    `root` is the model as the server was told to load it, `sampling_defaults` its sampling parameters for fields that a
+    request leaves out.
     """
 
     id: str
