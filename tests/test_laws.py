@@ -40,7 +40,7 @@ FLOORS = {
         ("errors", "utils"),
         ("config",),
         ("protocol", "kernels"),
-        ("distributed", "checkpoint"),
+        ("distributed", "checkpoint", "speculation"),
         ("layers", "attention", "scheduling", "text", "sampling"),
         ("models",),
         ("loader",),

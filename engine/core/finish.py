@@ -18,6 +18,7 @@ from engine.protocol.request import EngineRequest, FinishReason, TokenEvent
 from engine.scheduling.batch import Batch
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.drafter import accepted as accepted_tokens
 from engine.utils.histogram import Histogram
 from engine.worker.async_output import StepResult
 
@@ -120,7 +121,7 @@ class StepFinisher:
         verified, start = [], 0
         for row in batch.verifies:
             accepted: list[int] = []
-            for token in row.accept(tokens[start : start + row.length]):
+            for token in accepted_tokens(row.drafts, tokens[start : start + row.length]):
                 if token < 0:
                     break
                 accepted.append(token)
@@ -213,7 +214,7 @@ class StepFinisher:
         self._emit(request, event)
         self.constraints.forget(request.request_id)
         reason = event.finish_reason or state.value
-        self.scheduler.finish(request, state, reason)
+        self.scheduler.finish(request, state)
         self.ended[reason] += 1
         self.preemptions.observe(request.num_preemptions)
 

@@ -41,6 +41,7 @@ from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.speculation.ngram import NgramDrafter
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.utils.async_copy import upload_buffer
 from engine.utils.histogram import Histogram
@@ -100,6 +101,7 @@ class EngineLoop:
             pool,
             self.prefix_cache,
             weight_version=self.weight_version,
+            drafter=NgramDrafter() if config.num_speculative_tokens else None,
         )
         self._eos = frozenset(self.info.eos_token_ids)
         self.constraints = Constraints(

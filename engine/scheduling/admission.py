@@ -13,7 +13,6 @@ from itertools import takewhile
 
 from engine.errors import ConfigError, PromptTooLong
 from engine.scheduling.cache_groups import CacheGroups, Windows, check_windows
-from engine.scheduling.ngram_drafter import NgramIndex
 from engine.scheduling.page_pool import InvariantError, PagePool
 from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 from engine.scheduling.request import Request
@@ -39,8 +38,7 @@ class SchedulerConfig:
     The waiting queue has no limit: the server bounds it before it tokenizes (`Service.admission`).
 
     - max_prefill_chunks: prefill chunks in one step. None: no limit.
-    - num_speculative_tokens: draft tokens per request and step. Needs every step to be complete before the next is
-      scheduled.
+    - num_speculative_tokens: draft tokens per request and step; needs a drafter.
     - max_verify_tokens: tokens in the rows of one step that verify drafts.
     - groups: the model's cache groups, for each the attention window in tokens, None for full attention. Empty for a
       model without paged layers. A model with recurrent state, which no page holds, must run without a prefix cache.
@@ -77,7 +75,7 @@ class QueuedRequest:
     """The scheduler's private state of a request, beside the Request that the loop sees."""
 
     __slots__ = (
-        "chain", "drafter", "final_pages", "final_tokens", "is_short", "key", "pages_until", "preemptions",
+        "chain", "final_pages", "final_tokens", "is_short", "key", "pages_until", "preemptions",
         "registered", "request",
     )  # fmt: skip
 
@@ -91,7 +89,6 @@ class QueuedRequest:
         self.final_pages = final_pages  # number of pages it holds at most when it ends there
         self.pages_until = 0  # its tables need no change to decode at positions below this
         self.chain: PrefixChain | None = None
-        self.drafter: NgramIndex | None = None  # of a request that may have draft tokens
         self.registered = 0  # number of leading pages that were added to the prefix cache or came from it
         self.preemptions = 0
 

@@ -5,7 +5,6 @@ A row's phase is the list that holds it (see Phase): `decodes`, `prefills` or `v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.scheduling.request import Request
@@ -42,13 +41,6 @@ class VerifyRow:
     def length(self) -> int:
         """Number of tokens computed, and sampled."""
         return 1 + len(self.drafts)
-
-    def accept(self, sampled: Sequence[int]) -> Sequence[int]:
-        """Return the tokens to append, of those sampled after each computed one: up to the first that is no draft."""
-        for index, draft in enumerate(self.drafts):
-            if sampled[index] != draft:
-                return sampled[: index + 1]
-        return sampled
 
 
 @dataclass(slots=True)

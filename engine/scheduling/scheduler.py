@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import islice
@@ -32,11 +31,11 @@ from engine.errors import RequestError
 from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
-from engine.scheduling.ngram_drafter import NgramIndex
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.progress import RequestProgress
 from engine.scheduling.request import Request, RequestState
+from engine.speculation.drafter import Drafter, DraftRow
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerInvariantError"]
 
@@ -47,7 +46,8 @@ class Scheduler:
     """Schedules requests over one page pool and, optionally, its prefix cache.
 
     A request given to `add` is waiting (preempted ones included) or running until it ends; `get` finds it until then.
-    A request gets the current `weight_version` on admission; change it with `set_weight_version`.
+    A request gets the current `weight_version` on admission; change it with `set_weight_version`. `drafter` proposes
+    draft tokens for the decodes of a step; None: there are none.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         *,
         weight_version: str = "",
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config = config
@@ -65,7 +66,7 @@ class Scheduler:
         self.weight_version = weight_version
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all requests admitted so far
-        self.ended: Counter[str] = Counter()  # finish reason -> requests
+        self._drafter = drafter
         self._clock = clock
         self._admission = Admission(pool, prefix_cache, config)
         self._groups = self._admission.groups
@@ -138,17 +139,16 @@ class Scheduler:
         entry = self._entries.get(request_id)
         if entry is None:
             return False
-        self.finish(entry.request, RequestState.ABORTED, "abort")
+        self.finish(entry.request, RequestState.ABORTED)
         return True
 
-    def finish(self, request: Request, state: RequestState, reason: str | None = None) -> None:
+    def finish(self, request: Request, state: RequestState) -> None:
         """End a live request in a final state and free its slot and pages. The record keeps its tokens.
 
         Safe with steps in flight: `dispatch` and `complete` skip this request's part of them, and slot and pages are
-        reused only by a later `schedule`, whose work the device runs afterwards.
-        `reason` (default: the state's name) is counted in `ended`. If a running request FAILED, the prefix cache is
-        reset, because the pages it computed, and pages that others computed from them, may be wrong. Raises
-        SchedulerInvariantError for a request that is not live, and EngineError, changing nothing, for an invalid
+        reused only by a later `schedule`, whose work the device runs afterwards. If a running request FAILED, the
+        prefix cache is reset, because the pages it computed, and pages that others computed from them, may be wrong.
+        Raises SchedulerInvariantError for a request that is not live, and EngineError, changing nothing, for an invalid
         state transition.
         """
         entry = self._entries.get(request.request_id)
@@ -166,7 +166,8 @@ class Scheduler:
         else:
             self._dequeue(entry)
         del self._entries[request.request_id]
-        self.ended[reason if reason is not None else state.value] += 1
+        if self._drafter is not None:
+            self._drafter.forget(request.request_id)
 
     def set_weight_version(self, version: str) -> None:
         """Set the weight version of requests admitted from now on; they never share KV of earlier versions.
@@ -202,8 +203,8 @@ class Scheduler:
             self._admit_short(batch)
         prefilling = sorted(self._schedule_decodes(batch), key=lambda entry: not entry.is_short)
         budget = self.config.step_tokens(bool(batch.decodes)) - len(batch.decodes)
-        if self.config.num_speculative_tokens:
-            budget = self._add_drafts(batch, budget)
+        if self._drafter is not None:
+            budget = self._add_drafts(batch, self._drafter, budget)
         kept = self._tokens_kept_for_head(budget)
         for entry in prefilling:
             budget = self._budget_for(entry, budget)
@@ -284,34 +285,40 @@ class Scheduler:
             index += 1
         return prefilling
 
-    def _add_drafts(self, batch: Batch, budget: int) -> int:
+    def _add_drafts(self, batch: Batch, drafter: Drafter, budget: int) -> int:
         """Turn decodes for which there are draft tokens into rows that verify them; return the budget left.
 
         Drafts fill the pages that a request has anyway, so they never preempt another.
         """
-        config, decodes = self.config, []
-        tokens_left = config.max_verify_tokens
+        tokens_left = self.config.max_verify_tokens
+        wanted = {
+            request.request_id: DraftRow(request.request_id, request.token_ids, count)
+            for request in batch.decodes
+            if (count := self._max_drafts(request)) > 0
+        }
+        proposed = dict(zip(wanted, drafter.propose(list(wanted.values())), strict=True))
+        decodes = []
         for request in batch.decodes:
-            entry, start = self._entries[request.request_id], request.num_computed
-            count = min(
-                config.num_speculative_tokens,
-                entry.pages_until - start - 1,
-                request.max_length - request.length - 1,
-                budget,
-                tokens_left - 1,
-            )
-            drafts: list[int] = []
-            if count > 0 and request.may_have_drafts and request.length == len(request.token_ids):
-                entry.drafter = entry.drafter or NgramIndex()
-                drafts = entry.drafter.propose(request.token_ids, count)
+            drafts = tuple(proposed.get(request.request_id, ()))[: max(0, min(budget, tokens_left - 1))]
             if not drafts:
                 decodes.append(request)
                 continue
-            batch.verifies.append(VerifyRow(request, start, tuple(drafts), request.lease))
+            batch.verifies.append(VerifyRow(request, request.num_computed, drafts, request.lease))
             budget -= len(drafts)
             tokens_left -= 1 + len(drafts)
         batch.decodes = decodes
         return budget
+
+    def _max_drafts(self, request: Request) -> int:
+        """Return how many draft tokens a decode may have, apart from the budget of the step."""
+        if not request.may_have_drafts or request.length != len(request.token_ids):
+            return 0
+        pages_until = self._entries[request.request_id].pages_until
+        return min(
+            self.config.num_speculative_tokens,
+            pages_until - request.num_computed - 1,
+            request.max_length - request.length - 1,
+        )
 
     def _update_pages(self, entry: QueuedRequest, batch: Batch) -> bool:
         """Allocate the pages of a running request's next tokens, and free those that left their windows.

@@ -48,7 +48,7 @@ def step(scheduler: Scheduler, finish: bool = True):
     scheduler.complete(batch, [7] * len(done))
     for request in done:
         if finish and len(request.token_ids) >= scheduler.token_limit(request):
-            scheduler.finish(request, RequestState.FINISHED, "length")
+            scheduler.finish(request, RequestState.FINISHED)
     scheduler.check()
     return batch
 

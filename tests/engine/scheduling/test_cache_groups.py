@@ -51,7 +51,7 @@ def test_pages_that_left_the_window_are_freed_and_their_entries_become_the_scrat
     while request.state is RequestState.RUNNING:
         assert held(request)[1] <= 3  # at most 6 positions, at any alignment
         step(scheduler)
-    assert scheduler.ended == {"length": 1}
+    assert request.state is RequestState.FINISHED
     scheduler.idle_check()
 
 

@@ -23,7 +23,7 @@ def test_prompt_is_prefilled_then_decoded_to_its_end():
         batch = step(scheduler)
         assert names(batch.decodes) == ["a"] and not batch.prefills
     assert request.state is RequestState.FINISHED and request.token_ids[10:] == [7, 7, 7]
-    assert not scheduler.has_work and scheduler.ended == {"length": 1}
+    assert not scheduler.has_work
     assert not scheduler.schedule()
     scheduler.idle_check()
 

@@ -100,7 +100,7 @@ def test_failed_request_drops_its_cached_pages_and_those_built_on_them():
     sharer = add(scheduler, "b", [*range(12), 90, 91, 92], max_tokens=20)
     step(scheduler)
     assert sharer.cached_tokens == 12
-    scheduler.finish(request, RequestState.FAILED, "error")
+    scheduler.finish(request, RequestState.FAILED)
     for _ in range(6):
         step(scheduler)
     assert len(scheduler.prefix_cache) == 0
@@ -113,8 +113,8 @@ def test_request_that_failed_in_the_queue_leaves_the_cache_alone():
     add(scheduler, "a", list(range(12)))
     waiting = add(scheduler, "b", 4)
     step(scheduler)
-    scheduler.finish(waiting, RequestState.FAILED, "error")
-    assert len(scheduler.prefix_cache) == 3 and scheduler.ended == {"error": 1}
+    scheduler.finish(waiting, RequestState.FAILED)
+    assert len(scheduler.prefix_cache) == 3
 
 
 # --- ends ---
@@ -128,7 +128,7 @@ def test_prompt_only_request_ends_without_a_token():
     scheduler.dispatch(batch)
     scheduler.complete(batch, [None])
     assert request.output_len == 0 and scheduler.token_limit(request) == 8
-    scheduler.finish(request, RequestState.FINISHED, "length")
+    scheduler.finish(request, RequestState.FINISHED)
     scheduler.idle_check()
 
 
@@ -154,7 +154,6 @@ def test_abort_ends_waiting_running_and_preempted_requests_once():
     assert preempted.state is RequestState.PREEMPTED and scheduler.abort("preempted")
     assert {request.state for request in (running, waiting, preempted)} == {RequestState.ABORTED}
     assert not scheduler.abort("running") and not scheduler.abort("never heard of")
-    assert scheduler.ended == {"abort": 3}
     scheduler.idle_check()
 
 
@@ -207,7 +206,6 @@ def test_finish_refuses_what_is_not_live_or_not_final_and_changes_nothing():
     scheduler.finish(request, RequestState.FINISHED)
     with pytest.raises(SchedulerInvariantError, match="not live"):
         scheduler.finish(request, RequestState.FINISHED)
-    assert scheduler.ended == {"finished": 1}
 
 
 def test_batch_is_completed_once():

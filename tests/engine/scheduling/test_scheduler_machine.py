@@ -114,7 +114,7 @@ class Simulation:
             self.wait()
             for request, *_ in work:
                 if not request.state.is_final:
-                    self.scheduler.finish(request, RequestState.FAILED, "error")
+                    self.scheduler.finish(request, RequestState.FAILED)
             return
         if abort_mid_step is not None:
             self.scheduler.abort(abort_mid_step.request_id)
@@ -129,7 +129,7 @@ class Simulation:
             self.scheduler.complete(batch, new_tokens)
             for request in requests:
                 if request.slot is not None and len(request.token_ids) >= self.scheduler.token_limit(request):
-                    self.scheduler.finish(request, RequestState.FINISHED, "length")
+                    self.scheduler.finish(request, RequestState.FINISHED)
 
     def upload(self) -> None:
         """Send the changes of page tables that `num_freed` and the tables' lengths announce."""
@@ -272,7 +272,6 @@ class Simulation:
             self.step()
         self.scheduler.idle_check()
         assert all(request.state.is_final for request in self.accepted)
-        assert sum(self.scheduler.ended.values()) == len(self.accepted)
 
     def check_outputs(self) -> None:
         """Check that a request that saw only one set of weights has a prefix of the tokens it generates alone."""
@@ -369,7 +368,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stop(self, data):
         running = [request for request in self.sim.scheduler.requests() if request.slot is not None]
-        self.sim.scheduler.finish(data.draw(st.sampled_from(running)), RequestState.FINISHED, "stop")
+        self.sim.scheduler.finish(data.draw(st.sampled_from(running)), RequestState.FINISHED)
 
     @rule(recompute=st.booleans())
     def new_weights(self, recompute):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.speculation.drafter import DraftRow
+
 NGRAM_SIZES = (4, 3, 2)  # longest first
 
 
@@ -34,3 +36,21 @@ class NgramIndex:
                 period = length - start
                 return [token_ids[start + index % period] for index in range(count)]
         return []
+
+
+class NgramDrafter:
+    """A Drafter that keeps an NgramIndex for each request."""
+
+    reads_tokens = True
+
+    def __init__(self) -> None:
+        self._indices: dict[str, NgramIndex] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Sequence[int]]:
+        """See Drafter. The tokens of a request must extend those of its last row."""
+        return [
+            self._indices.setdefault(row.request_id, NgramIndex()).propose(row.token_ids, row.count) for row in rows
+        ]
+
+    def forget(self, request_id: str) -> None:
+        self._indices.pop(request_id, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.ngram_drafter import NGRAM_SIZES, NgramIndex
+from engine.speculation.drafter import DraftRow, accepted
+from engine.speculation.ngram import NGRAM_SIZES, NgramDrafter, NgramIndex
 
 
 def search(token_ids: list[int], count: int) -> list[int]:
@@ -33,3 +34,19 @@ def test_the_longest_match_wins_and_then_the_latest():
 
 def test_a_text_that_repeats_is_continued():
     assert NgramIndex().propose([7, 8, 9, 7, 8, 9, 7, 8], 5) == [9, 7, 8, 9, 7]
+
+
+def test_a_drafter_keeps_the_requests_of_a_batch_apart_until_they_end():
+    drafter = NgramDrafter()
+    rows = [DraftRow("a", [1, 2, 3, 1, 2], 2), DraftRow("b", [5, 6, 5, 6], 3), DraftRow("c", [1, 2], 4)]
+    assert drafter.propose(rows) == [[3, 1], [5, 6, 5], []]
+    assert drafter.propose([DraftRow("a", [1, 2, 3, 1, 2, 3], 1)]) == [[1]]
+    drafter.forget("a")
+    drafter.forget("unknown")
+    assert drafter.propose([DraftRow("a", [4, 4, 4], 1)]) == [[4]]  # an index of other tokens would find nothing
+
+
+def test_the_first_sampled_token_that_is_no_draft_is_the_last_accepted():
+    assert accepted([7, 8], [7, 8, 9]) == [7, 8, 9]
+    assert accepted([7, 8], [7, 5, 9]) == [7, 5]
+    assert accepted([7, 8], [1, 8, 9]) == [1]
