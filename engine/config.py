@@ -172,15 +172,19 @@ class EngineConfig(NamesFields):
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets(self.graph_buckets)
         graphs = self.megatron_graph_config()
-        impl = graphs.cuda_graph_impl
+        impl, selection = graphs.cuda_graph_impl, f"cuda_graph_impl={graphs.cuda_graph_impl!r}"
+        if impl != getattr(self.cuda_graph_impl, "value", self.cuda_graph_impl):
+            selection = f"cuda_graph_modules={self.cuda_graph_modules!r} means {selection}, which"
         for name in ("cuda_graph_impl", "cuda_graph_modules"):  # deprecated values are replaced
             object.__setattr__(self, name, getattr(graphs, name))
+        if graphs.inference_cuda_graph_scope != self._default_scope(impl):
+            object.__setattr__(self, "inference_cuda_graph_scope", graphs.inference_cuda_graph_scope)
         self._check_packed()
         self._check_dropless()
         self._check_vision()
         if self.mode == "inference" and impl not in ("none", "local"):
             raise ConfigError(
-                f"cuda_graph_impl={impl!r} only captures training, so inference would run without "
+                f"{selection} only captures training, so inference would run without "
                 "graphs: use 'local', or 'none' to run without graphs"
             )
 
@@ -273,17 +277,22 @@ class EngineConfig(NamesFields):
     def megatron_graph_config(self) -> MegatronGraphConfig:
         """Return the graph settings in Megatron's vocabulary, with defaults resolved and combinations checked."""
         training = self.mode == "training"
-        default_scope = "block" if self.cuda_graph_impl == "local" and not training else "none"
-        scope = self.inference_cuda_graph_scope or default_scope
-        return MegatronGraphConfig(
+        graphs = MegatronGraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
-            inference_cuda_graph_scope=scope,
+            inference_cuda_graph_scope=self.inference_cuda_graph_scope or None,  # type: ignore[arg-type]
             cuda_graph_modules=self.cuda_graph_modules,
             cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
             training=training,
             moe_dropless=self.cuda_graph_moe_dropless,
             model_facts_known=not training,  # `attach` checks them against the model
         )
+        # A deprecated value among the modules may have selected another scope than Megatron's default.
+        if self.inference_cuda_graph_scope or graphs.inference_cuda_graph_scope != "layer":
+            return graphs
+        return dataclasses.replace(graphs, inference_cuda_graph_scope=self._default_scope("local"))
+
+    def _default_scope(self, impl: str) -> str:
+        return "block" if impl == "local" and self.mode == "inference" else "none"
 
     @classmethod
     def from_megatron(cls, source: object, **overrides: Any) -> EngineConfig:

@@ -44,9 +44,26 @@ def test_full_iteration_inference_turns_no_graphs_on_for_megatrons_impl_none(set
     assert (config.cuda_graph_impl, config.inference_cuda_graph_scope) == ("local", "block")
 
 
-def test_full_iteration_among_the_modules_selects_the_impl():
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("impl", [{}, {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}])
+def test_full_iteration_inference_among_the_modules_selects_the_scope(mode, impl):
+    with pytest.warns(DeprecationWarning, match="full_iteration_inference"):
+        config = EngineConfig(mode=mode, cuda_graph_modules=["full_iteration_inference"], **impl)
+    wanted = ("none", "none") if impl.get("cuda_graph_impl") == "none" else ("local", "block")
+    assert (config.cuda_graph_impl, config.graph_config().inference_scope) == wanted
+    assert config.cuda_graph_modules == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_full_iteration_among_the_modules_of_an_inference_engine_is_refused_as_it_was_spelled():
+    with pytest.raises(ConfigError, match="cuda_graph_modules='full_iteration' means cuda_graph_impl='full_iteration'"):
+        EngineConfig(cuda_graph_modules="full_iteration")
+
+
+@pytest.mark.parametrize("impl", [{}, {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}])
+def test_full_iteration_among_the_modules_selects_the_impl(impl):
     with pytest.warns(DeprecationWarning, match="cuda_graph_impl='full_iteration'") as caught:
-        config = EngineConfig(mode="training", cuda_graph_modules="full_iteration")
+        config = EngineConfig(mode="training", cuda_graph_modules="full_iteration", **impl)
     assert (config.cuda_graph_impl, config.cuda_graph_modules) == ("full_iteration", ())
     assert len(caught) == 1
     assert config.graph_config().training_captures == "iteration"

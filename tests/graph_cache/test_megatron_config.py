@@ -319,6 +319,51 @@ def test_a_migrated_value_of_a_megatron_config_selects_the_same_as_in_megatron(s
     assert config == GraphConfig(cuda_graph_impl="full_iteration")
 
 
+class CudaGraphScope(enum.Enum):
+    """Megatron's deprecated enum, whose members are in older configurations and checkpoints."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    moe = 4
+    moe_router = 5
+    moe_preprocess = 6
+    mamba = 7
+    full_iteration_inference = 8
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [str, lambda name: [name], CudaGraphScope.__getitem__, lambda name: [CudaGraphScope[name]]],
+    ids=["str", "list", "member", "members"],
+)
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize("impl", ["unset", "none", "local"])
+@pytest.mark.parametrize("name", CudaGraphScope.__members__)
+def test_every_member_of_megatrons_deprecated_enum_is_read_as_in_megatron(name, impl, setting, spell):
+    values = {setting: spell(name), "num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True}
+    values |= {} if impl == "unset" else {"cuda_graph_impl": impl}
+    values |= {"moe_layer_freq": 2}
+    expected = ("none" if impl == "unset" else impl, "layer" if impl == "local" else "none", (name,))
+    if name == "full_iteration":
+        expected = ("full_iteration", "none", ())
+    elif name == "full_iteration_inference":
+        expected = (*({"local": ("local", "block")}.get(impl, ("none", "none"))), ())
+    if name == "moe_preprocess":
+        assert "add 'moe_router'" in refusal_with_warnings(**values)
+        return
+    config, messages = deprecation(**values)
+    assert (config.cuda_graph_impl, config.inference_cuda_graph_scope, config.cuda_graph_modules) == expected
+    deprecated = setting == "cuda_graph_scope" or name.startswith("full_iteration")
+    assert len(messages) == deprecated and all(setting in message for message in messages)
+
+
+def refusal_with_warnings(**values) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return refusal(**values)
+
+
 def test_two_deprecated_inputs_warn_once_each():
     config, messages = deprecation(enable_cuda_graph=True, cuda_graph_scope="attn")
     assert (config.cuda_graph_impl, config.cuda_graph_modules) == ("local", ("attn",))
@@ -350,7 +395,6 @@ def test_a_deprecated_input_that_agrees_is_accepted():
         {"enable_cuda_graph": True, "external_cuda_graph": True},
         {"cuda_graph_scope": "attn", "cuda_graph_modules": "mlp"},
         {"cuda_graph_scope": "attn", "cuda_graph_modules": ()},
-        {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "none"},
         {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "transformer_engine"},
         {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "transformer_engine"},
         {"cuda_graph_scope": "full_iteration_inference", "cuda_graph_impl": "full_iteration"},
@@ -420,7 +464,8 @@ def test_enable_cuda_graph_with_full_iteration_is_accepted_as_in_megatron():
 @pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
 def test_an_overridden_inference_scope_is_no_contradiction(setting, scope, modules):
     source = types.SimpleNamespace(cuda_graph_impl="local", **{setting: scope})
-    config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")
+    with pytest.warns(DeprecationWarning, match=f"{setting}=full_iteration_inference is deprecated"):
+        config = GraphConfig.from_megatron(source, inference_cuda_graph_scope="none")
     assert (config.inference_cuda_graph_scope, config.cuda_graph_modules) == ("none", modules)
 
 

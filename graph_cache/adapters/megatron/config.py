@@ -140,7 +140,11 @@ class MegatronGraphConfig(NamesFields):
         for name in ("cuda_graph_scope", "cuda_graph_modules"):
             if "inference_cuda_graph_scope" in overrides and name in values:
                 words = _parse_words(name, values.pop(name))
-                if rest := [word for word in words if word != "full_iteration_inference"]:
+                rest = [word for word in words if word != "full_iteration_inference"]
+                if rest != list(words):
+                    replacement = "inference_cuda_graph_scope, which is given, decides"
+                    _warn(f"{name}=full_iteration_inference is deprecated and has no effect: {replacement}")
+                if rest:
                     values[name] = rest
         return cls.from_inputs(**(values | overrides))
 
@@ -257,8 +261,8 @@ class _Selection:
         effect = "full_iteration_inference has no effect without cuda_graph_impl='local': " if without_effect else ""
         _warn(f"{source_text} is deprecated: {effect}use {' and '.join(replacements)}")
         if "full_iteration" in words:
-            # Older versions spell this as the scope `full_iteration` under the impl `local`.
-            self.impl = None if self.impl == "local" else self.impl
+            # Older versions spell this as the scope `full_iteration` under `local`; `none` is Megatron's default.
+            self.impl = None if self.impl in ("none", "local") else self.impl
             self._assign("impl", "full_iteration", source_text)
         if "full_iteration_inference" in words and not without_effect:
             self._assign("impl", "local", source_text)
