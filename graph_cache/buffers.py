@@ -6,13 +6,15 @@ buffers, copies inputs in and pads unused rows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from graph_cache.errors import GraphConfigError
+from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.signature import Signature, TensorSignature
+from graph_cache.thread_owner import ThreadOwner
 
 BATCH = "batch"
 
@@ -78,6 +80,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             for name, spec in self.specs.items()
         }
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self.owner = ThreadOwner(f"the buffers {', '.join(self.specs)}")
+        self._loaded_by: int | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -121,12 +125,30 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         listing every difference, before anything is written.
         """
         self.check(tensors, rows)
+        self.copy_in(tensors, rows, bucket)
+
+    def copy_in(self, tensors: Mapping[str, torch.Tensor], rows: int, bucket: int) -> None:
+        """Do what `load` does for tensors that were checked."""
+        self._loaded_by = threading.get_ident()
         # Otherwise an input that requires grad would attach its autograd graph to the buffers.
         with torch.inference_mode():
             for name, tensor in tensors.items():
                 whole = self._tensors[name]
                 (whole[:rows] if self.specs[name].batched else whole).copy_(tensor, non_blocking=True)
         self.fill_padding(rows, bucket)
+
+    def claim(self, takes_over: bool) -> None:
+        """Make the calling thread the user of these buffers, see ThreadOwner. Raises GraphError.
+
+        It is also refused if the last `load` was in another thread: these are not its inputs.
+        """
+        self.owner.claim(takes_over)
+        if self._loaded_by not in (None, threading.get_ident()):
+            loaded_by, self._loaded_by = self._loaded_by, None
+            raise GraphError(
+                f"the buffers {', '.join(self.specs)} were loaded by the thread {loaded_by} and run by the thread "
+                f"{threading.get_ident()}: load, run and copy the results within `with cache.pool.turn():`"
+            )
 
     def check(self, tensors: Mapping[str, object], rows: int) -> None:
         """Raise SignatureMismatch, listing every difference, unless `tensors` can be loaded as `rows` rows."""

@@ -1,7 +1,10 @@
 """The graph cache: plan, capture, replay, evict and invalidate graphs.
 
-`plan` alone decides whether a batch replays a graph or runs eager. A stale graph is never replayed. One thread uses a
-cache; any thread may read its reports. Handles callables and tensors only, not models or requests.
+`plan` alone decides whether a batch replays a graph or runs eager. A stale graph is never replayed. Handles callables
+and tensors only, not models or requests.
+
+Any thread may call functions of `graphed`, capture, drop graphs and read reports. `run` uses static memory that its
+caller loads and reads: one thread does so, or each within `pool.turn()`; a second one is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import (
     ABOVE_MAX,
+    CAPTURE_FAILED,
     GRAPHS_OFF,
     NOT_CAPTURED,
     OTHER_MODES,
     REPEATED,
     STALE,
+    UNCHECKED_ROWS,
     UNKNOWN_VARIANT,
     GraphKey,
     Plan,
@@ -47,7 +52,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
-from graph_cache.torch_settings import modes_active
+from graph_cache.torch_settings import free_frames, modes_active
 from graph_cache.validation import names_arguments
 
 logger = logging.getLogger(__name__)
@@ -189,9 +194,11 @@ class GraphCache:
 
         Inputs are given by name, or by position in the order of `inputs`.
 
-        Its results are copies. `watch` gives what `fn` reads besides its inputs, so that a moved tensor is detected.
-        A call runs eager on its rows alone, without padding,
+        Its results are copies without gradient history. Threads may call it at the same time; they replay one after
+        another. `fn` must not wait for another thread's call. `watch` gives what `fn` reads besides its inputs, so that
+        a moved tensor is detected. A call that does not replay runs `fn` eager on the inputs as given, without padding:
 
+        - if no graph serves it: no bucket holds its rows, none is captured yet, or its capture failed;
         - if what a capture bakes in differs from the first call or capture: autocast (also Transformer Engine's), the
           settings in `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
         - if `fn` changes Python state, or writes to an input or a parameter;
@@ -229,34 +236,51 @@ class GraphCache:
                 tensors = _by_name(name, names, values, tensors)
             first = tensors.get(batched) if batched is not None else None
             rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
-            if modes_active():
-                site.buffers.check(tensors, rows)
-                return self.run_unpadded(self.plan(name, rows), tensors, OTHER_MODES)
-            if len(set(map(id, tensors.values()))) < len(tensors):  # its buffers would be several
-                site.buffers.check(tensors, rows)
-                return self.run_unpadded(self.plan(name, rows), tensors, REPEATED)
-            self.check_addresses(site=name)  # other sites check theirs at their own calls
-            plan = self.plan(name, rows)
-            if plan.key not in site.observed and not site.refusal:
-                site.buffers.check(tensors, rows)
-                copies = {label: replica_of(tensor) for label, tensor in tensors.items()}
-                kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), copies, keeps=True)
-                if kept:  # what it changed stays: this was the call
-                    self._count_refused(plan)
-                    return value
-            site.check_rows([self.pool.backend.default_generator])
-            if site.refusal and plan.key is not None:
-                plan = self._count_refusal(plan)
-            if plan.bucket is None or site.refusal:
-                site.buffers.check(tensors, rows)
-                return self.run_unpadded(plan, tensors)
-            if site.in_other_modes():
-                site.buffers.check(tensors, rows)
-                return self.run_unpadded(plan, tensors, OTHER_MODES)
-            site.buffers.load(tensors, rows, plan.bucket)
-            return self.run(plan).copy()
+            return self._call(site, rows, tensors)
 
         return call
+
+    def _call(self, site: Site, rows: int, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Replay a graph for a call of a function, and return copies of its results; else call it as it was written.
+
+        Threads take turns: the lock is held from the copy of the inputs to that of the results, and in eager calls,
+        since a capture in another thread restores what it writes. A function that is never captured needs no lock.
+        """
+        site.buffers.check(tensors, rows)
+        with self.pool.lock:
+            self.pool.backend.order_streams()
+            reason = None
+            if modes_active():
+                reason = OTHER_MODES
+            elif len(set(map(id, tensors.values()))) < len(tensors):  # its buffers would be several
+                reason = REPEATED
+            elif self.enabled:
+                self.check_addresses(site=site.name)  # other sites check theirs at their own calls
+            plan = self.plan(site.name, rows)
+            if reason is None and self.enabled:
+                if plan.key not in site.observed and not site.refusal:
+                    copies = {label: replica_of(tensor) for label, tensor in tensors.items()}
+                    kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), copies, keeps=True)
+                    if kept:  # what it changed stays: this was the call
+                        self._count_unpadded(self._captured_on_miss(plan))
+                        return value
+                if plan.bucket is not None:
+                    site.check_rows(plan.bucket, rows, [self.pool.backend.default_generator])
+                if not site.refusal and site.in_other_modes():
+                    reason = OTHER_MODES
+                elif not site.refusal and (not rows or plan.bucket in site.unchecked and rows != plan.bucket):
+                    reason = UNCHECKED_ROWS
+                else:
+                    plan = plan if plan.is_graph else self._captured_on_miss(plan)
+                    if site.refusal and plan.is_graph:  # found out after the capture, at another number of rows
+                        reason = CAPTURE_FAILED
+            if reason is None and plan.bucket is not None and plan.is_graph:
+                site.buffers.copy_in(tensors, rows, plan.bucket)
+                return self._run(plan).copy()
+            self._count_unpadded(plan, reason)
+            if not site.refusal:
+                return site.run_unpadded(plan, tensors)
+        return site.run_unpadded(plan, tensors)
 
     # ---- planning and running --------------------------------------------------------------------------------------
 
@@ -298,7 +322,13 @@ class GraphCache:
         A plan may be kept and run again; it is re-evaluated if graphs were captured or dropped since. Returns what ran,
         with results cut to the plan's rows, which the next run overwrites. A failed capture is logged and counted, and
         the call runs eager.
+
+        Raises GraphError if another thread uses these buffers: see ThreadOwner.
         """
+        self._sites[plan.site].buffers.claim(self.pool.in_turn)
+        return self._run(plan)
+
+    def _run(self, plan: Plan) -> Ran[Any]:
         site = self._sites[plan.site]
         if plan.bucket is None or plan.key is None:
             raise GraphConfigError(f"{plan.rows} rows exceed every bucket of site {plan.site!r}: use run_unpadded")
@@ -327,21 +357,17 @@ class GraphCache:
 
         The caller owns the results. Buffers that the callable writes are allocated if `tensors` lacks them.
         """
+        self._count_unpadded(plan, reason)
+        return self._sites[plan.site].run_unpadded(plan, tensors)
+
+    def _count_unpadded(self, plan: Plan, reason: str | None = None) -> None:
         site = self._sites[plan.site]
         self.stats.fallbacks[site.name, site.phase, reason or plan.reason or ABOVE_MAX] += 1
         self._observe(site, plan.rows, 0, plan.variant)
-        return site.run_unpadded(plan, tensors)
 
-    def _count_refused(self, plan: Plan) -> None:
-        """Count a call that was observed and refused, with its failed capture."""
-        plan = self._count_refusal(plan)
-        site = self._sites[plan.site]
-        self.stats.fallbacks[site.name, site.phase, plan.reason or NOT_CAPTURED] += 1
-        self._observe(site, plan.rows, 0, plan.variant)
-
-    def _count_refusal(self, plan: Plan) -> Plan:
-        """Count the capture of a refused key as failed, once, and return the plan as it is then."""
-        if self.capture_on_miss and self.enabled and plan.key is not None:
+    def _captured_on_miss(self, plan: Plan) -> Plan:
+        """Capture the key of a plan if it may be captured now, also to count a refusal, and return the plan then."""
+        if self.capture_on_miss and plan.key is not None and self._may_capture(plan.key):
             self._capture_for(plan.key)
         return self.plan(plan.site, plan.rows, **dict(plan.variant))
 
@@ -432,17 +458,25 @@ class GraphCache:
     def _capture(self, key: GraphKey, reason: str) -> CacheEntry:
         """Capture a key's parts on dummy rows, and restore the buffers' contents. A failure is kept in the entry."""
         site, started = self._sites[key.site], time.perf_counter()
+        site.buffers.owner.check(self.pool.in_turn)
         entry = self._entries.get(key) or CacheEntry(key)
         state, runners = entry.state, []
-        with self.pool.session(), torch.inference_mode():
+        with self.pool.session(), site.modes():
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
                 if site.state is not None and key not in site.observed and not site.refusal:
-                    site.observe(key, lambda: site.run_bodies(key), site.buffers.view(key.bucket), keeps=False)
+                    try:
+                        site.observe(key, lambda: site.run_bodies(key), site.buffers.view(key.bucket), keeps=False)
+                    except Exception as error:
+                        free_frames(error)
+                        raise CaptureError(f"{site.name}: {type(error).__name__}: {error}") from error
                 site.raise_if_refused()
                 if site.in_other_modes():
                     raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")
+                if site.state is not None:
+                    site.check_rows(key.bucket, None, [self.pool.backend.default_generator])
+                    site.raise_if_refused()
                 # A site's first capture loads modules lazily. A new shape then needs one run to select its kernels,
                 # unless it has run; with several ranks all of them must make the same runs, so each makes one.
                 known = any(one.key.site == key.site and one.state.captured for one in self._entries.values())
@@ -457,12 +491,10 @@ class GraphCache:
                         warmup_runs=1 if known else None,
                         checked=not (known and has_run),
                         restores=site.restores,
+                        inference=site.state is None,
                     )
                     runners.append(runner)
                     site.capture(runner.capture)
-                if site.state is not None:
-                    site.check_rows([self.pool.backend.default_generator])
-                    site.raise_if_refused()
             except CaptureError as error:
                 logger.error("capture of %s failed; this key will run eager: %s", key, error)
                 _close(runners)
@@ -574,6 +606,10 @@ class GraphCache:
         self.pool_bytes = self.pool.nbytes()
 
     def _drop_where(self, matches: Callable[[GraphKey], bool], cause: CaptureStatus, counted_reason: str | None) -> int:
+        with self.pool.lock:  # a function of `graphed` may be replaying in another thread
+            return self._drop_locked(matches, cause, counted_reason)
+
+    def _drop_locked(self, matches: Callable[[GraphKey], bool], cause: CaptureStatus, reason: str | None) -> int:
         found = [entry for key, entry in self._entries.items() if matches(key) and not entry.state.may_capture]
         graphs = sum(entry.state.captured for entry in found)
         self.pool.backend.synchronize()  # a graph may still be running
@@ -581,8 +617,8 @@ class GraphCache:
             self._sites[site].forget_refusal()
         for entry in found:
             entry.drop(cause)
-        if counted_reason is not None:
-            self.stats.invalidations[counted_reason] += graphs
+        if reason is not None:
+            self.stats.invalidations[reason] += graphs
         self._graphs_changed()
         return len(found)
 

@@ -94,8 +94,7 @@ class FunctionState:
         All memory, generators and Python state are as before afterwards, except if Python state changed and `keeps`.
         `inputs` are the tensors, by name, that the run reads and must not write.
         """
-        with torch.inference_mode():
-            kept, result, reasons, namespaces, audit = self._observe(run, keeps)
+        kept, result, reasons, namespaces, audit = self._observe(run, keeps)
         reasons += [f"writes to its input {name}: return the result" for name in _written(inputs, audit)]
         if reasons:
             return kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"

@@ -22,6 +22,8 @@ EVICTED = "evicted"
 WARMING_UP = "warming_up"  # training only
 OTHER_MODES = "other_modes"
 REPEATED = "repeated_tensor"
+UNCHECKED_ROWS = "unchecked_rows"
+OTHER_THREAD = "other_thread"  # training only
 REASONS = (
     GRAPHS_OFF,
     ABOVE_MAX,

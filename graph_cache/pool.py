@@ -77,6 +77,11 @@ class GraphPool:
                     if collector_was_on:
                         gc.enable()
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the calling thread holds the turn lock."""
+        return bool(self._turn_lock._is_owned())
+
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Hold the turn lock while a thread that runs an engine calls the device; `quiet` waits for it. Reentrant."""

@@ -34,7 +34,8 @@ class GraphRunner:
     """Capture `fn`, a call without arguments on static tensors, and replay it.
 
     `statics` lists the static tensors that a run reads and writes. A capture restores them and the generators; the CPU
-    backend compares its replay with them. `checked=False` skips the warm-up and the comparison. With `restores`, a
+    backend compares its replay with them. `fn` runs in inference mode unless it records gradients (`grad`) or
+    `inference=False`. `checked=False` skips the warm-up and the comparison. With `restores`, a
     checked capture also restores all other memory that its runs write, for which it needs a copy of that memory.
     """
 
@@ -48,6 +49,7 @@ class GraphRunner:
         warmup_runs: int | None = None,
         memory: Memory | None = None,
         grad: bool = False,
+        inference: bool = True,
         checked: bool = True,
         restores: bool = False,
     ):
@@ -62,6 +64,7 @@ class GraphRunner:
         self._warmup_runs = pool.backend.warmup_runs if warmup_runs is None else warmup_runs
         self._memory = pool.memory if memory is None else memory
         self._grad = grad
+        self._inference = inference
         self._checked = checked
         self._restores = restores
         self._graph: CapturedGraph | None = None
@@ -90,7 +93,7 @@ class GraphRunner:
         if self.state is not RunnerState.NEW:
             raise CaptureError(f"a runner captures once; this one is {self.state.value}")
         started = time.perf_counter()
-        mode = torch.enable_grad() if self._grad else torch.inference_mode()
+        mode = torch.inference_mode() if self._inference and not self._grad else torch.set_grad_enabled(self._grad)
         with self._pool.session(), mode:
             reference = None
             fn = run = self._fn

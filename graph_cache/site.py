@@ -6,7 +6,8 @@ Runs the callable on static buffers and stores its results. Capture policy and c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +87,10 @@ class Site:
         # Keys that ran and were not captured since, with all their kernels loaded: their captures need no warm-up run.
         self.ran: set[GraphKey] = set()
         self.observed: set[GraphKey | None] = set()  # keys of which a call was observed; None: above all buckets
-        # Of a checked site: whether each result has the batch first, and why it is never captured.
-        self.batched_results: list[bool] | None = None
-        self.refusal = ""
-        self._rows_checked = False
+        self.refusal = ""  # why a function is never captured
+        self.unchecked: set[int] = set()  # buckets at which its rows can't be checked, as it takes no noise
+        self._checked: set[tuple[int, int]] = set()  # of a bucket and the rows that are padded to it
+        self._batched_results: dict[int, list[bool]] = {}  # by checked bucket: whether each result has the batch first
         self._modes: Hashable = None  # in which the rows were checked; see FunctionState.current
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
@@ -123,9 +124,22 @@ class Site:
         """Return whether these keyword values, including their types, are among the variants."""
         return repr(statics) in map(repr, self.variants)
 
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Set the mode in which the callable runs: inference mode.
+
+        A function runs without gradients instead: it may differentiate inside, and its results are ordinary tensors.
+        """
+        if self.state is None:
+            with torch.inference_mode():
+                yield
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts eagerly on the static buffers at the key's bucket, as a graph of that key would."""
-        with torch.inference_mode():
+        with self.modes():
             self.run_bodies(key)
 
     def run_bodies(self, key: GraphKey) -> None:
@@ -135,7 +149,7 @@ class Site:
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Run all parts on `tensors`, and on new buffers that the callable writes if `tensors` lacks them."""
-        with torch.inference_mode():
+        with self.modes():
             given = self.buffers.unpadded(plan.rows) | dict(tensors)
             result = None
             for part in self.parts:
@@ -151,7 +165,8 @@ class Site:
         """
         assert self.state is not None
         self.observed.add(key)
-        kept, value, self.refusal = self.state.observe(run, inputs, keeps=keeps)
+        with self.modes():
+            kept, value, self.refusal = self.state.observe(run, inputs, keeps=keeps)
         return kept, value
 
     def capture(self, capture: Callable[[], None]) -> None:
@@ -169,24 +184,30 @@ class Site:
 
     def forget_refusal(self) -> None:
         """Observe and check again: the function may have changed."""
-        self.refusal, self._rows_checked, self._modes = "", False, None
-        self.observed.clear()
+        self.refusal, self._modes = "", None
+        for known in (self.observed, self.unchecked, self._checked, self._batched_results):
+            known.clear()
 
-    def check_rows(self, generators: Sequence[torch.Generator]) -> None:
-        """Find out, once, which results have the batch first, and whether padding would change a result.
+    def check_rows(self, bucket: int, rows: int | None, generators: Sequence[torch.Generator]) -> None:
+        """Find out, once, which results have the batch first, and whether padding `rows` to a bucket would change one.
 
-        `generators` are restored, with those of the site.
+        `rows` is by default the least number that is padded to this bucket. `generators` are restored, with those of
+        the site.
         """
-        if self._rows_checked or self.refusal:
+        if rows is None:
+            rows = self._fewest_rows(bucket)
+        if not self._checked and not self.refusal:
+            self._modes = None if self.state is None else self.state.current()
+            self._checked.add((0, 0))
+            # The first check is thorough, and costs least at the smallest bucket with padding.
+            self.check_rows(next((one for one in self.buckets if self._fewest_rows(one) < one), 0), None, generators)
+        if (bucket, rows) in self._checked or self.refusal:
             return
-        self._rows_checked = True
-        if self.state is not None:
-            self._modes = self.state.current()
-        rows = self.buffers.max_rows
-        if rows < 2 or not any(spec.batched for spec in self.buffers.specs.values()):
-            return
+        self._checked.add((bucket, rows))
+        specs = self.buffers.specs.values()
+        if not 0 < rows < bucket or not any(spec.batched for spec in specs):
+            return  # no padding
         variant = dict(self.variants[0])
-        fewer = min(self.buckets.sizes[0], rows - 1)
 
         def run(rows: int) -> Any:
             result = None
@@ -196,24 +217,34 @@ class Site:
 
         def check() -> None:
             try:
-                self.batched_results, self.refusal = check_rows(
+                known = self._batched_results.get(bucket)
+                self._batched_results[bucket], self.refusal = check_rows(
                     run,
                     lambda rows: list(self.buffers.view(rows).values()),
+                    [spec.batched for spec in specs],
+                    bucket,
                     rows,
-                    fewer,
                     (*self.generators, *generators),
                     [] if self.state is None else self.state.parameters(),
+                    thorough=not self._batched_results,
                 )
-            except Exception as error:  # it may reject noise, or other rows than those of its buckets
+                if known not in (None, self._batched_results[bucket]):
+                    self.refusal = self.refusal or "which results have the batch first depends on the number of rows"
+            except Exception as error:  # it may reject noise, or these numbers of rows
                 free_frames(error)
-                logger.debug("%s: rows are not checked: %s", self.name, error)
+                self.unchecked.add(bucket)
+                logger.debug("%s: rows are not checked, and calls are not padded: %s", self.name, error)
 
-        with torch.inference_mode():
+        with self.modes():
             if self.state is None:
                 check()
             else:
                 changes = self.state.refused_changes(check)
                 self.refusal = self.refusal or changes
+
+    def _fewest_rows(self, bucket: int) -> int:
+        """Return the least number of rows for which this is the smallest bucket."""
+        return 1 + max((size for size in self.buckets if size < bucket), default=0)
 
     def in_other_modes(self) -> bool:
         """Whether a function made by `GraphCache.graphed` now has other modes than those in which it was checked.
@@ -223,7 +254,7 @@ class Site:
         state = self.state
         return (
             state is not None
-            and self._rows_checked
+            and bool(self._checked)
             and (self._modes != state.current() or not state.reads_current_quantizers())
         )
 
@@ -241,7 +272,8 @@ class Site:
         for label in labels:
             whole = self._outputs[label]
             if label.batched:
-                whole = whole[: key.bucket if (key.variant, label.leaf) in self._unbatched else rows]
+                is_cut = key.bucket in self._batched_results or (key.variant, label.leaf) not in self._unbatched
+                whole = whole[: rows if is_cut else key.bucket]
             leaves.append(whole)
         return leaves[0] if structure.is_leaf() else tree_unflatten(leaves, structure)
 
@@ -250,7 +282,7 @@ class Site:
         if result is None:
             return
         leaves, structure = tree_flatten(result)
-        labels = []
+        labels, checked = [], self._batched_results.get(key.bucket, [])
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 raise GraphConfigError(
@@ -258,9 +290,9 @@ class Site:
                     "tensors can be returned from a graph; make other values keywords of the key"
                 )
             batched = leaf.dim() > 0 and leaf.shape[0] == key.bucket
-            if self.batched_results is not None and index < len(self.batched_results):
-                batched = self.batched_results[index]
-            if not batched:
+            if index < len(checked):
+                batched = checked[index]
+            elif not batched:
                 self._unbatched.add((key.variant, index))
             shape = (self.buffers.max_rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             label = OutputLabel(index, batched, shape, leaf.dtype)

@@ -84,6 +84,9 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for all enqueued work."""
 
+    def order_streams(self) -> None:
+        """Make the calling thread's work wait for work that earlier callers had enqueued before they called this."""
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias that does not own its memory: the pool may reuse it for later captures."""
 

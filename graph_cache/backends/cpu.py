@@ -80,6 +80,9 @@ class CpuBackend:
     def synchronize(self) -> None:
         """Do nothing: CPU operations are complete when they return."""
 
+    def order_streams(self) -> None:
+        """Do nothing: there are no streams."""
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # memory that outlives the run is kept outside the arena
 
@@ -120,7 +123,7 @@ class CpuBackend:
                 "depends on the host, on earlier runs or on an unregistered generator"
             )
         checks = [] if reference is None else [reference]
-        if reference is not None and torch.is_inference_mode_enabled():
+        if reference is not None and not torch.is_grad_enabled():
             checks += self._noise_reference(fn, reference)  # not with grad: a second run would replace saved tensors
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)

@@ -147,6 +147,7 @@ class CudaBackend:
         self.default_generator = torch.cuda.default_generators[self.device.index]
         self.stream = torch.cuda.Stream(self.device)
         self._scratch = torch.zeros(1, device=self.device)
+        self._last_stream: torch.cuda.Stream | None = None  # of the last caller of `order_streams`
         _settle_attention_priority(self.device)
 
     def new_memory(self) -> CudaMemory:
@@ -170,6 +171,12 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def order_streams(self) -> None:
+        current, last = torch.cuda.current_stream(self.device), self._last_stream
+        if last is not None and last != current:
+            current.wait_stream(last)
+        self._last_stream = current
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = torch._C._construct_storage_from_data_pointer(

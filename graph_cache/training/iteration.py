@@ -1,7 +1,7 @@
 """A whole training iteration as one graph: forward, backward and all other device work of the step function.
 
 Holds static copies of the step's arguments and the gradients that it leaves. A graph never serves a call that differs
-from its capture. Call from one thread only.
+from its capture.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from graph_cache.training.reasons import (
     TRANSFORM,
 )
 from graph_cache.training.side_effects import TensorHooks, made_objects
+from graph_cache.training.threads import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +194,9 @@ class CapturedIteration:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inspected = self._compiled = self._warned = self._ran_eager = False
 
+    @one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one iteration."""
+        """Run one iteration. Threads run theirs one after another."""
         if modes_active():
             self._stats.fallbacks[self.name, SCOPE, TRANSFORM] += 1
             return self._eager(args, kwargs)

@@ -1,8 +1,8 @@
 """Graphs of modules inside a training step: warm-up, recording, capture and replay.
 
 Detects when a step begins, selects the pair of graphs that serves a call, and counts every fallback with its reason. A
-step begins with a forward while no backward is outstanding. One thread runs the forwards; backwards run in autograd's
-threads.
+step begins with a forward while no backward is outstanding. One thread runs the forwards (`threads.py`); backwards
+run in autograd's threads.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from graph_cache.training.reasons import (
 )
 from graph_cache.training.recorded_step import RecordedStep
 from graph_cache.training.side_effects import TensorHooks
+from graph_cache.training.threads import OneThread
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,9 @@ class TrainingGraphs:
         if duplicates:
             raise GraphConfigError(f"{', '.join(duplicates)} name the same module: name it once")
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
+        call = OneThread(self.job.pool, self.stats).calls(self._call)
         for attached in found:
-            attached.take_over(self._call)
+            attached.take_over(call)
             self.modules.append(attached)
         self._watched = Watched(self.modules)
 

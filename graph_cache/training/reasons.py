@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMING_UP
+from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, OTHER_THREAD, STALE, WARMING_UP
 
 UNSEEN = "unseen_signature"
 OTHER_PARAMETERS = "other_parameters"
@@ -33,6 +33,7 @@ REASONS = (
     PRECISION_AUTOCAST,
     OTHER_BACKWARD,
     HOOKS,
+    OTHER_THREAD,
     STALE,
     EVICTED,
     NOT_CAPTURED,

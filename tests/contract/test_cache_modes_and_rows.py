@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
+from graph_cache.config import GraphConfig
 
 INPUT = {"x": BufferSpec(("batch", 4), torch.float32)}
 TOKENS = {"x": BufferSpec(("batch",), torch.int64)}
@@ -214,14 +217,158 @@ def test_an_embedding_that_renormalises_its_weight_gets_no_padding(pool, device,
     assert reasons(cache) == {"capture_failed"} and not cache.stats.replays
 
 
-def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device):
-    table = torch.arange(4.0, device=device)
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("length", [2, 4, 8])
+def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device, length, warm):
+    table = torch.arange(float(length), device=device)
     cache = cache_of(pool, device)
-    run = cache.graphed("constant", lambda x: (x * 2, table + 1), INPUT, buckets=(4,))
+    run = cache.graphed("constant", lambda x: (x * 2, table + 1), INPUT, buckets=(2, 4))
+    if warm:
+        cache.warm()
+    for rows in (3, 1, 2, 4, 5):
+        x = torch.randn(rows, 4, device=device)
+        doubled, constant = run(x=x)
+        assert torch.equal(doubled, x * 2) and torch.equal(constant, table + 1)
+    assert cache.stats.replays.total() == 4
+
+
+LINEAR = nn.Linear(4, 4)
+OTHER_ROWS = {
+    "each_row_twice": lambda x: x.repeat_interleave(2, 0),
+    "all_rows_twice": lambda x: torch.cat([x, x]),
+    "one_row_more": lambda x: torch.cat([x, x[:1]]),
+    "every_other_row": lambda x: x[::2],
+    "rows_of_half_the_width": lambda x: x.reshape(-1, 2),
+    "transposed": lambda x: x.t(),
+    "reversed": lambda x: x.flip(0),
+    "shifted_up": lambda x: x.roll(-1, 0),
+    "shifted_down": lambda x: x.roll(1, 0),
+    "sorted": lambda x: x.sort(0).values,
+    "median": lambda x: x.median(0).values.expand_as(x),
+    "one_per_mille_of_the_rows": lambda x: x * (1 + 1e-3 * x.shape[0]),
+    "rows_in_one_column_of_many": lambda x: torch.cat([x.repeat(1, 20), x[:, :1] / len(x)], 1),
+    "rows_after_a_product": lambda x: LINEAR(x) * (1 + 1e-4 * len(x)),
+    "number_of_rows": lambda x: torch.full((2,), x.shape[0], device=x.device),
+    "positions_in_the_batch": lambda x: torch.linspace(0, 1, len(x), device=x.device)[:, None] + x,
+    "at_most_two_rows": lambda x: x[:2],
+    "branch_at_two_rows": lambda x: x.flip(0) if len(x) == 2 else x,
+    "branch_on_the_dtype": lambda x: x.double() if len(x) == 3 else x,
+    "counts_rows": lambda x: x * (x != 9.0).any(1).sum(),
+    "complex_mean": lambda x: torch.complex(x, x) - torch.complex(x, x).mean(0),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["lazy", "warm"])
+@pytest.mark.parametrize("buckets", [(4,), (2, 8)], ids=str)
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_results_that_are_not_one_row_per_row_equal_eager(pool, device, name, buckets, warm):
+    cache = cache_of(pool, device)
+    LINEAR.to(device)
+    run = cache.graphed(name, OTHER_ROWS[name], INPUT, buckets=buckets)
+    if warm:
+        cache.warm()
+    for rows in (1, 3, 2, 4, 1, 2):
+        x = torch.randn(rows, 4, device=device)
+        with torch.no_grad():
+            expected = OTHER_ROWS[name](x)
+        found = run(x=x)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+ONE_ROW_PER_ROW = {
+    "integers": lambda x: x.argmax(1),
+    "booleans": lambda x: x > 0,
+    "product": lambda x: LINEAR(x),
+    "half": lambda x: LINEAR(x).half(),
+    "prefix": lambda x: x.cumsum(0),
+    "nested": lambda x: {"a": [x, x.softmax(1)], "b": x.sum(1)},
+    "positions": lambda x: x + torch.arange(len(x), device=x.device)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", ONE_ROW_PER_ROW)
+def test_independent_rows_replay_at_every_size(pool, device, name):
+    cache = cache_of(pool, device)
+    LINEAR.to(device)
+    run = cache.graphed(name, ONE_ROW_PER_ROW[name], INPUT, buckets=(2, 8))
+    for rows in range(1, 9):
+        x = torch.randn(rows, 4, device=device)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x=x), ONE_ROW_PER_ROW[name](x), rtol=1e-5, atol=1e-6)
+    assert cache.stats.replays.total() == 8
+
+
+def test_complex_inputs_are_checked(pool, device):
+    cache = cache_of(pool, device)
+    spec = {"x": BufferSpec(("batch", 4), torch.complex64)}
+    run = cache.graphed("mean", lambda x: x - x.mean(0), spec, buckets=(4,))
+    x = torch.randn(3, 4, device=device, dtype=torch.complex64)
+    assert torch.equal(run(x=x), x - x.mean(0)) and not cache.stats.replays
+
+
+def test_rows_that_cannot_be_checked_replay_without_padding_only(pool, device):
+    def fn(x):  # takes no noise
+        return torch.linalg.cholesky(torch.diag_embed(1 - 1000 * x))
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("fn", fn, INPUT, buckets=(4,))
+    x = torch.full((4, 4), -1.0, device=device)
+    for rows in (4, 3):
+        assert torch.equal(run(x=x[:rows]), fn(x[:rows]))
+    assert reasons(cache) == {"unchecked_rows"} and cache.stats.replays.total() == 1
+
+
+def eager_calls(device):
+    """Return functions, by the reason why they run eager at 3 rows of buckets (2, 4), that see what they are given."""
+    drop = nn.Dropout(0.5)
+    return {
+        "capture_failed": lambda x: drop(x) * (1 + 0 * x.sum().item()),
+        "not_captured": lambda x: drop(x),
+        "graphs_off": lambda x: drop(x),
+        "above_largest_bucket": lambda x: drop(x),
+        "other_modes": lambda x: drop(x),
+        "repeated_tensor": lambda x, y: drop(x) + y,
+    }
+
+
+@pytest.mark.parametrize("reason", eager_calls("cpu"))
+def test_a_call_that_runs_eager_advances_the_generator_by_its_own_rows(pool, device, reason):
+    fn, generator = eager_calls(device)[reason], pool.backend.default_generator
+    config = GraphConfig(inference_scope="none" if reason == "graphs_off" else "block")
+    cache = GraphCache(config, device, pool=pool, capture_on_miss=reason != "not_captured")
+    inputs = INPUT | ({"y": INPUT["x"]} if reason == "repeated_tensor" else {})
+    buckets = (2,) if reason == "above_largest_bucket" else (2, 4)
+    run = cache.graphed("fn", fn, inputs, buckets=buckets, generators=[generator])
     x = torch.randn(3, 4, device=device)
-    doubled, constant = run(x=x)
-    assert torch.equal(doubled, x * 2) and torch.equal(constant, table + 1)
-    assert cache.stats.replays
+    given = dict.fromkeys(inputs, x)
+    with Doubled() if reason == "other_modes" else contextlib.nullcontext():
+        for _ in range(3):
+            generator.manual_seed(7)
+            with torch.no_grad():
+                expected, state = fn(*given.values()), generator.get_state()
+            generator.manual_seed(7)
+            assert torch.equal(run(**given), expected) and torch.equal(generator.get_state(), state)
+    assert reasons(cache) == {reason} and not cache.stats.replays
+
+
+@pytest.mark.parametrize("outcome", ["not_captured", "capture_failed", "above_largest_bucket"])
+def test_an_eager_call_gets_the_tensors_that_the_caller_gave(pool, device, outcome):
+    seen = []
+
+    def fn(x):
+        if outcome == "capture_failed" and x.sum().item() > 1e9:
+            return x
+        seen.append((x.data_ptr(), x.stride(), len(x)))
+        return x[:, :2]
+
+    cache = GraphCache(device=device, pool=pool, capture_on_miss=outcome != "not_captured")
+    run = cache.graphed("fn", fn, INPUT, buckets=(2,) if outcome == "above_largest_bucket" else (4,))
+    x = torch.randn(4, 3, device=device).t()[:3]
+    for _ in range(2):
+        result = run(x=x)
+    assert seen[-1] == (x.data_ptr(), x.stride(), 3) and result.data_ptr() == x.data_ptr()
+    result.requires_grad_()  # an ordinary tensor, as after a replay
+    assert reasons(cache) == {outcome}
 
 
 @pytest.mark.parametrize("layout", ["expanded", "sliding", "sliced", "transposed", "negated"])

@@ -27,6 +27,7 @@ from graph_cache.keys import IdentityKey
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.iteration import CapturedIteration
+from graph_cache.training.threads import one_at_a_time
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None))
 KEY_TYPES = (
@@ -69,8 +70,8 @@ class FullIteration:
     `forward_only` calls do not touch gradients. Loss scales (`grad_scale_func`) are read at every call and applied as
     tensors in the graph, so they may change. `settings`: objects with Megatron's settings (arguments, configurations)
     to check at construction; those of the models are checked at every call. `generators` are registered with each
-    graph, in addition to those of Megatron's tracker. `prepare` gets the model chunks before each call. Not
-    thread-safe.
+    graph, in addition to those of Megatron's tracker. `prepare` gets the model chunks before each call. Threads
+    run their calls one after another.
 
     Raises GraphConfigError for what can't be captured and MicrobatchesRanOut, both before anything runs; GraphError if
     the step consumes a different number of batches than of microbatches.
@@ -105,6 +106,7 @@ class FullIteration:
         self._prepare = prepare
         self._iteration: CapturedIteration | None = None
 
+    @one_at_a_time
     def __call__(
         self,
         *,

@@ -2,7 +2,7 @@
 
 Implements warm-up with real calls, one capture, and replay; chooses the graph for each call, and falls back to eager
 with a reason, since Transformer Engine checks neither shapes nor dtypes nor order. A step begins with a forward while
-no backward is outstanding. Forwards must run on one thread.
+no backward is outstanding. Forwards of other threads run eager.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.parameter_aliases import ADDED, MainGrads
 from graph_cache.training.reasons import HOOKS, NO_GRAD, NO_INSTANCE, UNSEEN
+from graph_cache.training.threads import OneThread
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,9 @@ class TransformerEngineGraphs:
                 f"order: it has {len(self._chunks)} chunks, found layers of other chunks: "
                 f"{', '.join(outside)}; number chunks from 0 and cover them in the order"
             )
+        calls = OneThread(job.pool, job.stats).calls
         for layer in self._layers:
-            layer.attached.take_over(self._call_of(layer))
+            layer.attached.take_over(calls(self._call_of(layer)))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet

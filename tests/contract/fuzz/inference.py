@@ -12,7 +12,6 @@ from graph_cache import BufferSpec, GraphCache
 from graph_cache.backends import backend_for
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.pool import GraphPool
-from graph_cache.torch_settings import modes_active
 from tests.contract.fuzz import blocks
 from tests.contract.fuzz.blocks import LENGTH, WIDTH, tensors_of
 from tests.contract.fuzz.changes import Job
@@ -66,17 +65,13 @@ def run_inference(
                     tensors = _tensors(step, number, part, device, has_ids)
                     with contexts(_possible(step.contexts), model, device):
                         if cache is not None:
-                            site, unpadded = cache.sites["model"], modes_active()
-                            observed = set(site.observed)
+                            replays = cache.stats.replays.total()
                             try:
                                 result = call(**tensors)
-                            except Exception:
-                                unpadded |= site.observed > observed  # an observed call runs its rows alone
-                                raise
-                            finally:
+                            finally:  # only replays are padded
+                                replayed = cache.stats.replays.total() > replays
                                 bucket = cache.plan("model", step.rows).bucket
-                                unpadded |= bool(site.refusal) or site.in_other_modes()
-                                outcome.decisions.append(None if unpadded else bucket)
+                                outcome.decisions.append(bucket if replayed else None)
                         else:
                             bucket = decisions[index] if decisions and index < len(decisions) else None
                             result = _eager(function, tensors, bucket)
@@ -118,7 +113,7 @@ def _tensors(step: Step, number: int, part: int, device: torch.device, has_ids: 
 
 def _eager(function: Any, tensors: dict[str, torch.Tensor], bucket: int | None) -> Any:
     """Run on the rows alone, or padded to a bucket with results cut to the rows."""
-    with torch.inference_mode():
+    with torch.no_grad():
         if bucket is None:
             return function(**tensors)
         rows = len(tensors["x"])

@@ -1,0 +1,90 @@
+"""Compute operations in float64, so that kernels of different shapes give the same results.
+
+A matrix product of three rows rounds differently than one of four. Computed in float64 and rounded to the dtype of each
+operation, both agree but for rare ties, and what differs then depends on the shape itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+ULPS = 4  # by which results may differ after a tie
+# Of other results, such as those of operations without a float64 kernel: a tolerance, and the share of values that may
+# exceed it, such as a choice between nearly equal scores.
+TOLERANCE, MANY = 0.05, 0.1
+
+
+class Exact(TorchDispatchMode):
+    """Dispatch mode that computes floating-point operations in float64 and rounds their results as usual.
+
+    Views, operations in place and random numbers are computed as usual. `is_complete`: no other operation was.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_complete = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import the compiler at the first operation
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            self.is_complete = False
+            return result
+        aliases = func._schema.is_mutable or any(value.alias_info is not None for value in func._schema.returns)
+        if aliases or torch.Tag.nondeterministic_seeded in func.tags:
+            return result
+        try:
+            wide = func(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+        except Exception:  # of any kind: there is no such kernel
+            self.is_complete = False
+            return result
+        return tree_map(_rounded, result, wide)
+
+
+def close(one: Tensor, other: Tensor, exactly: Exact | None) -> bool:
+    """Whether two results are the same but for rounding, of which runs in `exactly` have hardly any."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    if torch.equal(one, other) or not one.numel():
+        return True
+    eps = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+    one, other = one.double(), other.double()
+    difference = (one - other).abs().nan_to_num(nan=torch.inf)
+    difference[(one == other) | (one.isnan() & other.isnan())] = 0
+    if exactly is not None and exactly.is_complete:
+        largest = one.where(one.isfinite(), 0).abs().max()
+        return bool((difference <= ULPS * eps * largest).all())
+    differing = difference > TOLERANCE * torch.maximum(one.abs(), other.abs())
+    return bool(differing.double().mean() <= MANY)
+
+
+def _wider(value: Any) -> Any:
+    return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value
+
+
+def _rounded(result: Any, wide: Any) -> Any:
+    if isinstance(result, Tensor) and result.dtype in WIDER and wide.shape == result.shape:
+        return torch.empty_like(result).copy_(wide)
+    return result
