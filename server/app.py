@@ -16,7 +16,7 @@ from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
 from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
-from server.http.openapi import describe
+from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
 from server.http.streaming import ClientDisconnected
 from server.keys import Keys
@@ -99,9 +99,9 @@ def create_app(
                 app.state.response_store = None
                 await store.close()
 
-    # FastAPI's documentation pages load scripts from other hosts, so only /openapi.json is served.
+    # No documentation pages: FastAPI's load scripts from other hosts. Its /openapi.json is built on the event loop.
     app = FastAPI(
-        title="Encore", version=version(), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False,
+        title="Encore", version=version(), lifespan=lifespan, openapi_url=None, redirect_slashes=False,
         servers=[{"url": config.root_path}] if config.root_path else None,
     )  # fmt: skip
     app.state.response_store = None
@@ -132,7 +132,7 @@ def create_app(
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets(), name="chat-assets")
-    describe(app)
+    serve_openapi(app)
     return app
 
 

@@ -1,13 +1,16 @@
-"""Responses, errors and security schemes in /openapi.json.
+"""/openapi.json, and the responses, errors and security schemes in it.
 
 By default FastAPI documents a 422 that this server never sends, and none of the errors that it does send.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS
 from server.schemas.anthropic_responses import AnthropicError
@@ -57,8 +60,39 @@ def failing(model: type[Answer]) -> Responses:
     return {503: {"model": model, "description": "Unhealthy or not ready"}}
 
 
-def describe(app: FastAPI) -> None:
-    """Make the application's /openapi.json match the actual responses and security schemes."""
+class Document:
+    """The JSON text of /openapi.json, built by a thread at its first request: the event loop would stall for 0.2 s."""
+
+    def __init__(self, app: FastAPI):
+        self._app = app
+        self._texts: dict[str, asyncio.Task[bytes]] = {}  # by root path
+
+    async def text(self, root_path: str) -> bytes:
+        """Return the document for a server whose paths begin with `root_path` in a proxy."""
+        task = self._texts.get(root_path)
+        if task is None:
+            task = self._texts[root_path] = asyncio.create_task(asyncio.to_thread(self._build, root_path))
+        return await asyncio.shield(task)
+
+    def _build(self, root_path: str) -> bytes:
+        servers = {"servers": [{"url": root_path}]} if root_path else {}
+        return json.dumps(self._app.openapi() | servers, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def serve_openapi(app: FastAPI) -> None:
+    """Add GET /openapi.json, which matches the actual responses and security schemes."""
+    _describe(app)
+    document = Document(app)
+
+    async def openapi(request: Request) -> Response:
+        root_path = request.scope.get("root_path", "").rstrip("/")
+        return Response(await document.text(root_path), media_type="application/json")
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
+
+
+def _describe(app: FastAPI) -> None:
+    """Make `app.openapi()` return the actual responses and security schemes."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:

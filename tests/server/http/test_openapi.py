@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from server.http.openapi import ADMIN_REFUSALS, REFUSALS
+from server.app import create_app
+from server.config import ServerConfig
+from server.http.openapi import ADMIN_REFUSALS, REFUSALS, Document
 from server.schemas import responses as answers
 from server.schemas.requests import RANGES
+from tests.server.http.test_request_sizes import LongestTurn
 
 PROMPT = "the old king sleeps"
 
@@ -113,3 +118,28 @@ def test_descriptions_of_request_fields_are_in_the_schema(schema):
             assert bodies[body][name]["description"] == text
     for name in ("temperature", "max_tokens", "stream", "n", "seed", "stop"):
         assert bodies["ChatBody"][name]["description"] == COMMON[name]
+
+
+def test_no_page_holds_the_event_loop_at_its_first_request(start_server):
+    """The schema takes 0.2 s to build. Other pages are here because whatever they build first must not stall either."""
+    server = start_server(compat="vllm")
+    for path in ("/openapi.json", "/", "/chat", "/chat/main.js", "/metrics", "/graphs", "/load", "/v1/models", "/none"):
+        with LongestTurn(server) as longest:
+            server.http.get(path)
+        assert longest.seconds < 0.05, path
+
+
+def test_requests_during_the_first_build_get_the_same_complete_document(start_server):
+    server = start_server(wait_ready=False)
+    with ThreadPoolExecutor(8) as threads:
+        first = list(threads.map(lambda _: server.http.get("/openapi.json"), range(8)))
+    assert {answer.headers["content-type"] for answer in first} == {"application/json"}
+    assert {answer.content for answer in first} == {server.http.get("/openapi.json").content}
+    assert {"/v1/chat/completions", "/health"} <= set(first[0].json()["paths"])
+    assert "servers" not in first[0].json()
+
+
+async def test_the_schema_names_the_prefix_of_a_proxy():
+    document = Document(create_app(object(), ServerConfig()))
+    assert json.loads(await document.text("/llm"))["servers"] == [{"url": "/llm"}]
+    assert "servers" not in json.loads(await document.text(""))

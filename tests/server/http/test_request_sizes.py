@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -76,17 +77,21 @@ class LongestTurn:
     def __init__(self, server):
         self.seconds = 0.0
         self._loop = server.service.startup.get_loop()
+        self._begun, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self):
         self._runs = True
         self._loop.call_soon_threadsafe(self._begin)
+        self._begun.wait()
         return self
 
     def __exit__(self, *_):
         self._runs = False
+        self._ended.wait()  # the turn that sent the answer may still run, or be unmeasured
 
     def _begin(self):
         self._last = time.thread_time()
+        self._begun.set()
         self._tick()
 
     def _tick(self):
@@ -94,6 +99,8 @@ class LongestTurn:
         self.seconds, self._last = max(self.seconds, now - self._last), now
         if self._runs:
             self._loop.call_later(0.001, self._tick)
+        else:
+            self._ended.set()
 
 
 MAX_TURN_SECONDS = 0.1
