@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from server.config import ServerConfig
 from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
+from server.http.hosts import AllowedHosts, listens_on_loopback
 from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
@@ -118,7 +119,10 @@ def create_app(
         budget=BodyBudget(config.total_body_bytes, service.counters),
         seconds=config.body_seconds,
     )
-    app.add_middleware(KeyMiddleware, keys=keys or Keys())
+    keys = keys or Keys()
+    app.add_middleware(KeyMiddleware, keys=keys)
+    if config.allowed_hosts or (not keys.guards_inference and listens_on_loopback(config.host)):
+        app.add_middleware(AllowedHosts, allowed=config.allowed_hosts, checks_origin=not keys.guards_inference)
     app.add_middleware(RequestLog)
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)

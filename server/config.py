@@ -7,6 +7,7 @@ does.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import os
 import re
@@ -27,6 +28,7 @@ CLOSE_OBJECTS = ("strict", "tools", "all")
 # An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
+_HOST_NAME = re.compile(r"(\*\.)?[\w-]+(\.[\w-]+)*\.?", re.ASCII)
 CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container, its own limit
 
 
@@ -39,6 +41,11 @@ class ServerConfig(NamesFields):
         root_path: Prefix of the paths under which a proxy offers the server, such as /llm.
         host, port: Address to listen on. Port 0 selects a free port. A host other than loopback requires API keys.
         allow_unauthenticated: Whether to listen on such a host without API keys.
+        allowed_hosts: Names in the Host header that are answered beside localhost and the address of the connection;
+            "*.example.com" for all names below one, "*" for any. Other names get 400. None: on a loopback address
+            without API keys, no other name; else any.
+        forwarded_allow_ips: Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed;
+            "*" for any. None: those headers are ignored.
         served_model_name: Names that clients may use as "model". The first one is reported in responses. Default: the
             model's own name.
         max_waiting: Maximum number of waiting sequences. Further requests are refused with 429.
@@ -91,6 +98,8 @@ class ServerConfig(NamesFields):
     port: int = 8000
     root_path: str = ""
     allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 8 * 1024 * 1024
@@ -128,11 +137,15 @@ class ServerConfig(NamesFields):
     log_format: str = "text"
 
     def __post_init__(self) -> None:
-        if isinstance(self.served_model_name, str):
-            object.__setattr__(self, "served_model_name", (self.served_model_name,))
-        object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
-        if not all(isinstance(name, str) and name for name in self.served_model_name):
-            raise ConfigError(f"served_model_name={self.served_model_name!r}: non-empty strings are required")
+        for name in ("served_model_name", "allowed_hosts", "forwarded_allow_ips"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            if not all(isinstance(item, str) and item for item in getattr(self, name)):
+                raise ConfigError(f"{name}={value!r}: non-empty strings are required")
+        for host in self.allowed_hosts:
+            _check_host(host)
+        for proxy in self.forwarded_allow_ips:
+            _check_proxy(proxy)
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host={self.host!r}: an address to listen on is required, such as 127.0.0.1 or 0.0.0.0")
         object.__setattr__(self, "root_path", _root_path(self.root_path))
@@ -228,6 +241,27 @@ def quota(limit: Path) -> float:
     except OSError:  # no container, not Linux, or cgroup v1
         return math.inf
     return math.inf if time == "max" else int(time) / int(period)
+
+
+def _check_host(host: str) -> None:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        if host != "*" and not _HOST_NAME.fullmatch(host):
+            raise ConfigError(
+                f"allowed_hosts={host!r}: must be host names such as llm.example.com or *.example.com, without scheme "
+                "and port"
+            ) from None
+
+
+def _check_proxy(address: str) -> None:
+    try:
+        ipaddress.ip_network(address)
+    except ValueError as error:
+        if address != "*":
+            raise ConfigError(
+                f"forwarded_allow_ips={address!r}: must be IP addresses or networks such as 10.0.0.0/8, or *: {error}"
+            ) from None
 
 
 def _check_seconds(name: str, value: Any, low: float) -> None:

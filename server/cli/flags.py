@@ -22,6 +22,10 @@ SERVER_HELP = {
     "port": "port number; 0 selects a free port",
     "root_path": "prefix of the paths under which a proxy offers the server, such as /llm",
     "allow_unauthenticated": "listen on an address that other machines can reach without API keys",
+    "allowed_hosts": "names in the Host header that are answered beside localhost and the server's address, "
+    "comma-separated; *: any. None: no other name on a loopback address without API keys, else any",
+    "forwarded_allow_ips": "addresses or networks of proxies whose X-Forwarded-For is believed, comma-separated; *: "
+    "any. None: the header is ignored",
     "served_model_name": "model names used in the API, comma-separated; none: the model's own name",
     "max_waiting": "maximum number of waiting sequences; further requests are refused with 429",
     "max_body_bytes": "maximum size of a request body; larger ones are refused with 413",

@@ -62,7 +62,7 @@ def _loaded(content: bytes) -> Any:
     FastAPI replaces other exceptions by one that doesn't say what is wrong.
     """
     try:
-        return json.loads(content)
+        return json.loads(content.decode("utf-8-sig"))  # of bytes, json.loads also takes UTF-16 and lone surrogates
     except RecursionError as error:
         raise HTTPException(400, "the body has too many nested objects and lists: flatten it") from error
     except UnicodeDecodeError as error:

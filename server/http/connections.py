@@ -20,12 +20,12 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.http.errors import error_body
+from server.http.request_head import HEADER_BYTES, InvalidHead, check_head, header_too_long
 from server.observability.shared_counters import SharedCounters
 
 log = logging.getLogger("encore.server")
 
 PROBES = tuple(f"GET {path} ".encode() for path in ("/health", "/ready", "/metrics"))
-HEADER_BYTES = 64 * 1024
 FRAMING_BYTES = 64 * 1024  # limit for the chunk extensions and trailers of one body
 CHUNK_SIZE_BYTES = 20  # allowance per chunk: a size of 16 digits, and the line ends after it and after the chunk
 HALF_CLOSED_SECONDS = 0.1  # between probes of a client that closed its sending side
@@ -84,7 +84,8 @@ class LimitedProtocol(HttpToolsProtocol):
     - A connection whose client reads none of its pending response for `write_seconds` is reset, which aborts its
       request.
     - A client that closes only its sending side gets the answers to its complete requests. See `eof_received`.
-    - Requests that can't be parsed get the error body of all other errors, and upgrades are ignored.
+    - 400 for requests that can't be parsed, or that a proxy might read differently (`check_head`), with the error body
+      of all other errors. Upgrades are ignored.
     - A request that is refused here gets its error after the answers to the requests before it.
     """
 
@@ -98,7 +99,6 @@ class LimitedProtocol(HttpToolsProtocol):
     _over_limit = False
     _in_header = True
     _header_bytes = 0  # received of the current header
-    _header_too_long = False
     _framing_bytes = 0  # received of the current body beyond content and chunk sizes
     _body_bytes = 0  # delivered by the parser for the current piece of data, plus an allowance per chunk size
     _message_ended = False  # within the current piece of data
@@ -131,8 +131,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 message = f"chunk extensions and trailers are longer than {FRAMING_BYTES} bytes"
                 self._refuse(431, message, "trailers_too_long", None)
                 return
-        if self._header_too_long or (self._in_header and self._header_bytes > HEADER_BYTES):
-            self._refuse(400, f"the header is longer than {HEADER_BYTES} bytes", "header_too_long", None)
+        if self._in_header and self._header_bytes > HEADER_BYTES:
+            self._refuse_head(header_too_long())
             return
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
@@ -149,23 +149,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._wants_upgrade():
             return  # parsed again by `_feed_without_upgrade`
-        self._header_too_long = sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES
-        if not self._header_too_long:
-            earlier = self.cycle
-            super().on_headers_complete()  # fails for an invalid URL
-            self._earlier, self._in_header, self._framing_bytes = earlier, False, 0
+        check_head(self.parser.get_http_version(), self.url, self.headers)
+        earlier = self.cycle
+        super().on_headers_complete()  # fails for an invalid URL
+        self._earlier, self._in_header, self._framing_bytes = earlier, False, 0
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if not self._header_too_long:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._wants_upgrade():
             return
         self._in_header, self._header_bytes, self._message_ended = True, 0, True
-        if not self._header_too_long:
-            super().on_message_complete()
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         was_last = not self.pipeline
@@ -205,14 +202,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parse received data, like uvicorn's data_received, which drops the body of a request with an upgrade."""
         self._unset_keepalive_if_required()
+        rest = None
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._wants_upgrade():
-                self._feed_without_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            log.info("a request is not valid HTTP")
-            self._refuse(400, "the request is not valid HTTP", "invalid_http", None)
+            rest = data[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            found = error.__context__  # what a callback raised
+            self._refuse_head(found if isinstance(found, InvalidHead) else InvalidHead("the request is not valid HTTP"))
+        if rest is not None and self._wants_upgrade():
+            self._feed_without_upgrade(rest)
 
     def _wants_upgrade(self) -> bool:
         """Return whether the header asks for another protocol. The parser skips the body of such a request."""
@@ -275,6 +274,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         self._write_check = self.loop.call_later(self._check_interval, self._check_write_progress)
+
+    def _refuse_head(self, error: InvalidHead) -> None:
+        log.info("a request is refused: %s", error)
+        self._refuse(400, str(error), error.code, None)
 
     def _refuse(self, status: int, message: str, code: str, retry_after: int | None) -> None:
         """Answer the request being read with an error and close the connection, once earlier requests are answered."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import logging
 import math
 import resource
@@ -25,6 +24,7 @@ from engine.errors import ConfigError
 from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
 from server.http.connections import OpenConnections, limited_protocol
+from server.http.hosts import is_loopback
 from server.keys import API_KEYS, Keys
 from server.serving.service import Service
 
@@ -49,6 +49,8 @@ def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnectio
             config.max_connections, config.header_seconds, config.write_seconds, connections or OpenConnections()
         ),
         server_header=False,
+        proxy_headers=bool(config.forwarded_allow_ips),
+        forwarded_allow_ips=list(config.forwarded_allow_ips),
         timeout_keep_alive=math.ceil(config.keep_alive_seconds),
         timeout_graceful_shutdown=DRAIN_RESPONSE_SECONDS,
         backlog=backlog(config),
@@ -93,13 +95,6 @@ def open_listener(config: ServerConfig, keys: Keys) -> socket.socket:
             )
         log.warning("inference on %s is open to anyone who reaches the port: no API keys are set", url_of(listener))
     return listener
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches the IP address. False for 0.0.0.0 and ::, which include all others."""
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

@@ -87,8 +87,8 @@ class Attack:
 def head(path: str, length: int | None = None, method: str = "POST") -> bytes:
     """Return a request's header; without `length`, of a chunked body."""
     size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close", size]
-    return "\r\n".join([*lines, "", ""]).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([*lines, size, "", ""]).encode()
 
 
 def wrapped(before: str, item: str, after: str) -> bytes:

@@ -94,7 +94,7 @@ CHUNK = b"1000\r\n" + b"a" * 4096 + b"\r\n"
 def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, rest):
     server = start_server(max_body_bytes=2048)
     host, port = server.url.removeprefix("http://").split(":")
-    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + header + b"\r\n\r\n"
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + header + b"\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head + begun)
         answer = b""
@@ -108,7 +108,7 @@ def test_a_413_doesnt_wait_for_the_end_of_the_body(start_server, header, begun, 
 def test_a_declared_size_above_the_limit_is_refused_before_any_of_the_body_arrives(start_server):
     server = start_server(max_body_bytes=2048)
     host, port = server.url.removeprefix("http://").split(":")
-    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2049\r\n"
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2049\r\n"
     for expect in (b"", b"Expect: 100-continue\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(head + expect + b"\r\n")
@@ -287,7 +287,7 @@ def test_two_requests_may_carry_the_same_id_at_once(server):
 def test_an_interrupted_upload_leaks_nothing(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     server.wait_idle()
     assert server.http.get("/health").status_code == 200
 

@@ -21,8 +21,8 @@ def upload(server, size, sent, stack):
     """Open a connection that sends `sent` of a body of `size` bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
-    connection.sendall(head.encode() + b"a" * sent)
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
+    connection.sendall(head.encode() + b"\r\n" + b"a" * sent)
     return connection
 
 

@@ -40,7 +40,7 @@ def connect(server):
 
 def check_health(connection):
     """Read one complete response on a keep-alive connection."""
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     received = b""
     while not received.endswith(b'{"status":"ok"}'):
         chunk = connection.recv(65536)
@@ -61,7 +61,7 @@ def answer_to(connection, request=b""):
     return int(head.split()[1]), head.decode().lower(), json.loads(body) if b"application/json" in head else body
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
 def test_incomplete_headers_are_a_408_in_time(server, begun):
     with connect(server) as connection:
         start = time.monotonic()
@@ -73,7 +73,7 @@ def test_incomplete_headers_are_a_408_in_time(server, begun):
 def test_slow_headers_do_not_extend_the_timeout(server):
     start = time.monotonic()
     with connect(server) as connection, pytest.raises(OSError):
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         while time.monotonic() - start < 3:
             connection.sendall(b"X-A: 1\r\n")
             time.sleep(0.05)
@@ -97,7 +97,9 @@ def test_an_idle_connection_is_closed(server):
 
 def test_a_response_may_take_longer_than_the_header_timeout(server):
     body = json.dumps({"prompt": "red", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     with connect(server) as connection:
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.6)
@@ -110,14 +112,14 @@ def test_too_many_connections_are_a_503_but_probes_are_answered(server):
         for kept in (one, two, three):
             check_health(kept)
         with connect(server) as surplus:
-            status, head, body = answer_to(surplus, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, head, body = answer_to(surplus, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert status == 503 and "retry-after: 1" in head and body["error"]["code"] == "too_many_connections"
         with connect(server) as probe:
-            status, _, body = answer_to(probe, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, _, body = answer_to(probe, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert status == 200 and body == {"status": "ok"}
     server.wait(lambda: len(connections(server)) == 0, "the connections' end")
     with connect(server) as later:
-        later.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        later.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert later.recv(65536).startswith(b"HTTP/1.1 200")
 
 
@@ -127,19 +129,19 @@ ENDLESS, WHOLE = b"a" * 100_000, b"a" * 70_000 + b"\r\nContent-Length: 5\r\n\r\n
 @pytest.mark.parametrize("rest", [ENDLESS, WHOLE, b"a" * 60_000 + b"\r\nX-B: " + b"b" * 9_000 + b"\r\n\r\n"])
 def test_headers_that_are_too_long_are_a_400(server, rest):
     with connect(server) as connection:
-        status, _, body = answer_to(connection, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: " + rest)
+        status, _, body = answer_to(connection, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: " + rest)
         assert status == 400 and body["error"]["code"] == "header_too_long"
 
 
 def test_a_header_that_comes_in_pieces_is_cut_off_too(server):
     with connect(server) as connection, pytest.raises(ConnectionError):
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: ")
         for _ in range(200):
             connection.sendall(b"a" * 5_000)
             time.sleep(0.001)
 
 
-CHUNKED = b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 TRAILERS = (b"0\r\n", b"X-A: " + b"a" * 1_000 + b"\r\n")
 ONE_TRAILER = (b"0\r\nX-A: ", b"a" * 1_000)
 EXTENSIONS = (b"", b"1;name=" + b"a" * 1_000 + b"\r\n \r\n")
@@ -199,7 +201,9 @@ def test_a_body_in_small_chunks_with_extensions_and_trailers_is_read(server):
 
 def test_a_long_body_is_not_a_long_header(server):
     body = json.dumps({"prompt": "red", "max_tokens": 1, "user": "x" * 500_000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     with connect(server) as connection:
         status, _, answer = answer_to(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert status == 200 and answer["object"] == "text_completion"

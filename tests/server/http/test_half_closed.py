@@ -23,7 +23,7 @@ def connect(server):
 
 def request(body, path="/generate", version="1.1", headers=""):
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -107,7 +107,7 @@ def test_a_request_that_can_not_be_parsed_gets_the_error_body(server, junk):
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_http" and error["message"]
 
 
-CHUNKED = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 LONG_HEADER = b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 100_000 + b"\r\n\r\n"
 
 
@@ -119,7 +119,7 @@ LONG_HEADER = b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 100_000 + b"\r\n\r\n"
     [
         (b"GARBAGE\r\n\r\n", "invalid_http"),
         (b"GARBAGE\r\n\r\n" * 20_000, "invalid_http"),  # arrives in several pieces
-        (b"CONNECT x:80 HTTP/1.1\r\n\r\n", "invalid_http"),
+        (b"CONNECT localhost:80 HTTP/1.1\r\n\r\n", "invalid_http"),
         (CHUNKED + b"no size\r\n", "invalid_http"),
         (LONG_HEADER, "header_too_long"),
     ],
@@ -173,6 +173,6 @@ def test_an_upgrade_in_one_piece_keeps_its_body_and_the_connection(server):
 
 def test_connect_is_refused(server):
     with connect(server) as connection:
-        connection.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         [(status, _, body)] = responses(rest(connection))
     assert status in (400, 404, 405) and json.loads(body)["error"]["message"]

@@ -19,12 +19,13 @@ def asked(server, path, body):
     """A connection that has sent a request. The client's receive buffer takes a few kilobytes without reading."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    size = f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(20)
         connection.connect((host, int(port)))
-        connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + content)
+        connection.sendall((head + size).encode() + content)
         yield connection
 
 

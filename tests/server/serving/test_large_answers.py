@@ -96,7 +96,7 @@ def test_an_answer_counts_until_it_is_read(server):
     """Else clients that read slowly would hold any number of answers."""
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(COMPLETION).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head = (head + f"Content-Length: {len(body)}\r\n\r\n").encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

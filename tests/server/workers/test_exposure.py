@@ -12,8 +12,9 @@ import pytest
 
 from engine.errors import ConfigError
 from server.config import ServerConfig
+from server.http.hosts import is_loopback
 from server.keys import API_KEYS, Keys
-from server.workers.http_server import is_loopback, open_listener
+from server.workers.http_server import open_listener
 
 GUARDED, ADMIN_ONLY, OPEN = Keys(["sk-one"]), Keys([], ["admin"]), Keys()
 

@@ -127,7 +127,7 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
     while not server.should_exit:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.4)  # uvicorn polls should_exit every 0.1 s
-    writer.write(b"GET /ready HTTP/1.1\r\nHost: here\r\n\r\n")
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nconnection: close\r\n" in answer.lower()
     writer.close()
