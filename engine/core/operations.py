@@ -5,6 +5,9 @@ Each runs on the loop's thread between two steps and returns plain values.
 
 from __future__ import annotations
 
+import errno
+import gzip
+import tempfile
 import time
 from pathlib import Path
 from typing import Protocol
@@ -75,6 +78,10 @@ class Operations:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
+            with gzip.open(path) as trace:
+                if not trace.read(1):  # PyTorch doesn't notice that its temporary file could not be written
+                    raise OSError(errno.ENOSPC, f"no space left in {tempfile.gettempdir()}, or the file is too large")
         except OSError as error:
+            path.unlink(missing_ok=True)
             raise RequestError(f"can't write the profile to {path}: {error.strerror or error}") from error
         return str(path)
