@@ -164,7 +164,7 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(**self._options(self.url_root, options))
 
     def _options(self, url: str, options: dict[str, Any]) -> dict[str, Any]:
-        return {"base_url": url, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 120} | options
+        return {"base_url": url, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600} | options
 
 
 class NoSuchServer:

@@ -381,7 +381,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
                 rest.write(b"a" * 4096)
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Threads of a killed process may hold their files for a moment after its end.
+        wait_for(lambda: subprocess.run(["umount", str(folder)]).returncode == 0, "the unmount", 30)
 
 
 def until_idle(server: Serving) -> float:
@@ -411,16 +412,18 @@ HEADER = """\
 """
 
 
-def page(rows: Sequence[str], command: str, model: str) -> str:
+def page(
+    rows: Sequence[str], command: str, model: str, title: str = "Attacks on a server", header: str = HEADER
+) -> str:
     """Return the Markdown page of the results."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return (
-        f"# Attacks on a server\n\n`{command}`, commit {commit}, {time.strftime('%Y-%m-%d')}, {model}, "
+        f"# {title}\n\n`{command}`, commit {commit}, {time.strftime('%Y-%m-%d')}, {model}, "
         f"{os.cpu_count()} CPUs, Python {platform.python_version()}.\n\n"
         f"Limits: {MEMORY_BYTES // MIB} MiB above idle for all processes together; 250 ms; 2 s, and 10 s after a kill "
         f"of the engine; idle within {IDLE_SECONDS:g} s. `load`: of the machine, over the minute before. After a kill "
         "of the main process, idle means that all processes have ended.\n\n"
-        + HEADER + "\n".join(rows) + "\n"
+        + header + "\n".join(rows) + "\n"
     )  # fmt: skip
 
 

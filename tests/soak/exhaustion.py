@@ -43,6 +43,10 @@ from tests.soak.attacks import (
 from tests.soak.serving import ENVIRONMENT, Serving, command_of, results, start_load
 from tests.soak.watch import GOOD, Watch, ask, processes_of, resident
 
+HEADER = """\
+| run | memory above idle | `/health` p99 | slowest good request | idle after | load | result | detail |
+|---|---|---|---|---|---|---|---|
+"""
 LOADS = 2  # load generator processes
 SHARED_MEMORY = Path("/dev/shm")
 ADMIN_KEY = "admin-of-the-soak-test"
@@ -124,12 +128,14 @@ class Exhaustion:
                      "--admin-key-file", str(key)]  # fmt: skip
             server = stack.enter_context(self._campaign.server(*flags, stderr=log.fileno(), preexec=preexec))
             idle = resident(server.process.pid)
+            started = admin(server.url, "/profile/start")  # the engine answers nothing else meanwhile
             with Watch(server.url, server.process.pid) as watch:
-                started = admin(server.url, "/profile/start")
                 for _ in range(20):
-                    ask(server.url, "POST", "/v1/completions", GOOD)
+                    answers(server.url)
                     ask(server.url, "GET", "/no/such/route")  # a line of the log
-                stopped, answer = admin(server.url, "/profile/stop")
+            stopped, answer = admin(server.url, "/profile/stop")
+            if not answers(server.url):
+                cell.faults.append("no answer afterwards")
             self._campaign.take(cell, watch, idle)
             cell.detail = f"profile: {stopped} {answer[:160]}"
             if started[0] != 200 or stopped != 400 or "can't write the profile" not in answer:
@@ -311,7 +317,8 @@ def main() -> int:
             print(rows[-1], flush=True)
     if found.table is not None:
         command = f"python -m tests.soak.exhaustion {' '.join(sys.argv[1:])}".strip()
-        found.table.write_text(page(rows, command, found.model or "tiny random model"), encoding="utf-8")
+        text = page(rows, command, found.model or "a tiny random model", "An exhausted server", HEADER)
+        found.table.write_text(text, encoding="utf-8")
     print("\n".join(faults), file=sys.stderr)
     return bool(faults)
 
