@@ -36,7 +36,8 @@ WITHOUT_EFFECT = {
     "--enable-prompt-tokens-details", "--enable-chunked-prefill", "--no-async-scheduling", "--trust-remote-code",
     "--max-logprobs", "--enable-tokenizer-info-endpoint", "--num-gpu-blocks-override", "--block-size",
 }  # fmt: skip
-VARIABLES = {"--api-key": "ENCORE_API_KEYS"}
+# What sets API keys, which Encore reads from a variable only.
+KEYS_FLAG, KEYS_VARIABLE, ENCORE_KEYS = "--api-key", "VLLM_API_KEY", "ENCORE_API_KEYS"
 
 
 def parsed(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -80,13 +81,15 @@ class RemoteOpenAIServer:
             self.host, self.port = probe.getsockname()
         self.uds, self.show_hidden_metrics = None, False
         environment = encore_environment()
+        if keys := (env_dict or {}).get(KEYS_VARIABLE):
+            environment[ENCORE_KEYS] = keys
         names, flags = [model], []
         known = known_flags()
         for flag, values in parsed(vllm_serve_args):
             if flag == "--served-model-name":
                 names = values
-            elif flag in VARIABLES:
-                environment[VARIABLES[flag]] = ",".join(values)
+            elif flag == KEYS_FLAG:
+                environment[ENCORE_KEYS] = ",".join(values)
             elif flag == "--port":
                 self.port = int(values[0])
             elif flag == "--max-model-len":

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as xml
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,15 +92,19 @@ def run_file(file: str, options: argparse.Namespace, environment: dict[str, str]
     with (options.cache / "log.txt").open("ab") as log:
         log.write(f"\n==== {file}\n".encode())
         log.flush()
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=options.vllm, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                list(map(str, command)), cwd=options.vllm, env=environment, stdout=log, stderr=log,
-                timeout=options.seconds,
-            )  # fmt: skip
+            status = process.wait(options.seconds)
         except subprocess.TimeoutExpired:
             return [Outcome(file, "failed", f"not done after {options.seconds:g} s")]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its servers too, also where this script is interrupted
+            process.wait()
     if not report.exists():
-        return [Outcome(file, "failed", f"pytest ended with {done.returncode}")]
+        return [Outcome(file, "failed", f"pytest ended with {status}")]
     return [outcome_of(file.partition("::")[0], case) for case in xml.parse(report).getroot().iter("testcase")]
 
 
@@ -149,6 +155,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--json", type=Path, help="write every outcome there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running file's servers are ended too
     sys.path.insert(0, str(REPOSITORY))
     tests, expected = options.vllm / "tests", expectations()
     selected = [one for group in options.select for one in group] or list(DEFAULT)

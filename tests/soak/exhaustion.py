@@ -150,9 +150,9 @@ class Exhaustion:
         cell = self._cell(self.killed_in_full_warm_up)
         with self._campaign.server(*FULL_WARM_UP) as server:
             os.kill(server.engine_pid, signal.SIGKILL)
-            wait_for(lambda: is_capturing(server), "the replacement's warm-up", 120)
+            wait_for(lambda: is_capturing(server), "the replacement's warm-up", 300)
             os.kill(server.engine_pid, signal.SIGKILL)
-            cell.after_kill = wait_for(lambda: answers(server.url), "an answer", 120)
+            cell.after_kill = wait_for(lambda: answers(server.url), "an answer", 300)
             cell.detail = f"{server.metric('engine_restarts_total'):.0f} restarts"
             cell.idle, cell.load = until_idle(server), os.getloadavg()[0]
         return cell
@@ -161,7 +161,7 @@ class Exhaustion:
         """SIGKILL of the first engine while it captures all graphs, which ends the server with an error."""
         cell = self._cell(self.killed_in_first_warm_up)
         with self._campaign.server(*FULL_WARM_UP, wait=False) as server:
-            wait_for(lambda: is_capturing(server), "the warm-up", 120)
+            wait_for(lambda: is_capturing(server), "the warm-up", 300)
             left = processes_of(server.process.pid)
             began = time.monotonic()
             os.kill(server.engine_pid, signal.SIGKILL)
