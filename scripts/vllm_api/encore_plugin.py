@@ -265,5 +265,10 @@ def _asks_a_server(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
+def local_asset_server() -> None:
+    """No images: tests with text don't use it."""
+
+
+@pytest.fixture(scope="session")
 def qwen3_lora_files() -> str:
     return os.environ["API_TEST_TOKENIZER"]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from tests.conftest import write_tiny_model
 from tests.soak.attacks import (
+    END_SECONDS,
     Campaign,
     Cell,
     free_port,
@@ -225,6 +226,8 @@ class Exhaustion:
             slowest = max(slowest, time.monotonic() - began)
             if status != (-signal.SIGKILL if number % 2 else 0):
                 cell.faults.append(f"start {number}: exit status {status}")
+            with suppress(TimeoutError):  # threads of a killed process may hold its files for a moment after its end
+                wait_for(lambda: is_free(port), "the port", END_SECONDS)
             if not is_free(port):
                 cell.faults.append(f"start {number}: the port is taken")
             # A killed server leaves its folder of responses, which the next start removes once it is a minute old.
