@@ -26,3 +26,20 @@ def profiled(called: Callable[[types.FrameType, str, Any], object]) -> Iterator[
             sys.setprofile(before)
         else:
             before.enable()  # of cProfile, which is no function: it pauses within the block
+
+
+class unprofiled:  # noqa: N801 (a context manager, and a function would take longer to enter)
+    """Pause the profile function of the calling thread within the block."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = sys.getprofile()
+        if self._before is not None:
+            sys.setprofile(None)
+
+    def __exit__(self, *error: object) -> None:
+        if callable(self._before):
+            sys.setprofile(self._before)
+        elif self._before is not None:
+            self._before.enable()  # of cProfile

@@ -131,7 +131,7 @@ class GraphRunner:
         with self._pool.warmup_flag(), self._pool.backend.on_capture_stream():
             for _ in range(self._warmup_runs):
                 reference.rewind()
-                run()
+                self._pool.backend.interrupts.checking(run)()
             reference.remember()
             reference.rewind()
         self.state = RunnerState.WARM

@@ -49,12 +49,14 @@ from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.model_runner import ModelRunner
 from engine.worker.step_input import MaskInput
 from graph_cache.errors import ManifestError
+from graph_cache.interrupts import CaptureInterrupted
 from graph_cache.keys import GraphKey
 
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.2
 IDLE_SECONDS = 0.05
+CPU_CAPTURE_SHARE, GPU_CAPTURE_SHARE = 0.08, 0.5  # of the time, while requests are live
 QUIET_SECONDS = 0.2  # without work before a capture begins, which the next request would wait for
 MANIFEST_SECONDS = 30.0
 IDLE_CHECK_SECONDS = 5.0
@@ -367,34 +369,52 @@ class EngineLoop:
                 if progress is not None:
                     progress(done, len(keys), key)
 
-    def capture_between_steps(self) -> bool:
+    def capture_between_steps(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Capture one missing graph of the warm-up plan; returns whether one was captured.
 
         Under warm-up `background` this captures all of them over time, under `full` only those dropped as stale. While
-        requests are live, captures take at most half the time. A step may be in flight: the capture runs after it on
-        the device and restores the static inputs.
+        requests are live, captures take at most a share of the time. A step may be in flight: the capture runs after it
+        on the device and restores the static inputs. On a CPU a capture is given up soon after `is_interrupted()` is
+        true, and tried again later.
         """
         now = time.monotonic()
         is_lazy = self.config.warmup == "lazy" and not self.warm_requested
         if is_lazy or (self.scheduler.has_work and now < self._next_capture):
             return False
-        if not self.capture_next():
+        backend = self.runner.cache.pool.backend
+        try:
+            with backend.interrupts.allow(is_interrupted):
+                captured = self.capture_next()
+        except CaptureInterrupted:
+            return False
+        if not captured:
             self.warm_requested = False
             return False
         elapsed = time.monotonic() - now
-        self._next_capture = now + 2 * elapsed
+        self._next_capture = now + elapsed / (CPU_CAPTURE_SHARE if backend.capture_runs else GPU_CAPTURE_SHARE)
         return True
 
     def capture_next(self, key: GraphKey | None = None) -> bool:
         """Capture the graph of `key`, or by default one missing graph of the plan. Returns False if none is missing."""
         if key is None:
-            key = next(iter(self.runner.cache.pending()), None)
+            key = self._next_key()
         if key is None:
             return False
         if self._unmasked is not None:
             self.drain()  # a capture would overwrite its logits
         self.executor.call("capture", key)
         return True
+
+    def _next_key(self) -> GraphKey | None:
+        """Return the key to capture next; None if none is missing.
+
+        On a CPU the smallest buckets come first, which the first requests use and which take the shortest time. On a
+        GPU the order is the cache's, with the largest first: it decides how much memory the pool takes.
+        """
+        keys = self.runner.cache.pending()
+        if self.runner.cache.pool.backend.capture_runs:
+            return min(keys, key=lambda key: key.bucket, default=None)
+        return next(iter(keys), None)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
         """Write new weights in place; graphs stay valid. Returns the number of tensors written.
@@ -512,6 +532,16 @@ class EngineLoop:
         The last report is always a Dead, also after an error, which it then names. Closes the loop.
         """
         reason, is_lost, next_report, captures = "", False, 0.0, None
+        inbox: deque[Command] = deque()  # received during a capture
+
+        def next_command(timeout: float) -> Command | None:
+            return inbox.popleft() if inbox else receive(timeout)
+
+        def request_waits() -> bool:
+            if (command := receive(0.0)) is not None:
+                inbox.append(command)
+            return any(isinstance(command, (Submit, Stop)) for command in inbox)
+
         gc.collect()
         last_busy = time.monotonic()
         try:
@@ -522,13 +552,13 @@ class EngineLoop:
                     gc.freeze()
                 self.executor.check()
                 busy = self.has_work
-                command = receive(self._seconds_to_wait() if busy else IDLE_SECONDS)
+                command = next_command(self._seconds_to_wait() if busy else IDLE_SECONDS)
                 with self.runner.cache.pool.turn():
                     while command is not None:
                         if isinstance(command, Stop):
                             return
                         self._handle_command(command, send)
-                        command = receive(0.0)
+                        command = next_command(0.0)
                     if busy and self._seconds_to_wait() > 0:
                         continue  # more requests may come for the next step
                     if self.has_work:
@@ -537,7 +567,7 @@ class EngineLoop:
                     if busy or self.has_work:
                         last_busy = time.monotonic()
                     is_quiet = time.monotonic() - last_busy >= QUIET_SECONDS
-                    captured = (self.has_work or is_quiet) and self.capture_between_steps()
+                    captured = (self.has_work or is_quiet) and self.capture_between_steps(request_waits)
                 if busy and not self.has_work:
                     self._check_idle()
                 now = time.monotonic()

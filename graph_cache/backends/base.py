@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from graph_cache.digest import Digest
+from graph_cache.interrupts import Interrupts
 from graph_cache.reference import Reference
 
 
@@ -48,9 +49,11 @@ class Backend(Protocol):
     """Capture and replay on one device.
 
     `warmup_runs`: eager runs required before a capture. `capture_runs`: whether a capture has the effects of a run.
+    `interrupts`: whether captures may be given up; a backend whose captures are short never asks.
     """
 
     name: str
+    interrupts: Interrupts
     warmup_runs: int
     capture_runs: bool
     device: torch.device

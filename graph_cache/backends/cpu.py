@@ -20,6 +20,7 @@ from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscri
 from graph_cache.backends.cpu_tape import TapeRecorder
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
+from graph_cache.interrupts import Interrupts
 from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class CpuBackend:
         self._replay_lock = threading.Lock()
         self._capturing_thread: int | None = None
         self._recorder: TapeRecorder | None = None  # of the capture in progress
+        self.interrupts = Interrupts()
 
     def new_memory(self) -> Arena:
         return Arena()
@@ -102,7 +104,7 @@ class CpuBackend:
         """
         # Without a reference, this function itself must undo the run on an error.
         states = [] if reference is not None else [(generator, generator.get_state()) for generator in generators]
-        recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None)
+        recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None, check=self.interrupts.check)
         self._capturing_thread = threading.get_ident()
         try:
             with recorder, refuse_host_reads(recorder.may_read), recorder.observing_seeds():
@@ -127,6 +129,7 @@ class CpuBackend:
             checks += self._noise_reference(fn, reference)  # not with grad: a second run would replace saved tensors
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
+        self.interrupts.check()
         program, engine = self._build_program(bind(recorder.tape, claim, offsets), checks)
         return CpuGraph(program, engine, claim, self._replay_lock, digest_of(recorder.tape))
 
@@ -140,7 +143,7 @@ class CpuBackend:
             reference.rewind()
             noisy = reference.with_noise(integers)
             try:
-                fn()
+                self.interrupts.checking(fn)()
             except Exception as error:
                 logger.debug("second check skipped, the callable rejects noise: %s", error)
                 continue
@@ -168,6 +171,7 @@ class CpuBackend:
         """Return the number of outputs in which a replay differs from the eager runs."""
         mismatches = 0
         for reference in checks:
+            self.interrupts.check()
             reference.rewind()
             with self._replay_lock:
                 program()

@@ -7,7 +7,7 @@ operations, so that a capture that works on a laptop also works on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from graph_cache.backends.cpu_seeds import observe_seeds
 from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
 from graph_cache.namespaces import state_of
+from graph_cache.profiling import unprofiled
 
 aten = torch.ops.aten
 MOVES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_"}
@@ -51,6 +52,34 @@ HOST_READS = {
 }
 CPU = frozenset(("cpu",))
 COLLECTIVES = ("c10d::", "_c10d_functional::")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the recorder asks of an operation at each call; PyTorch computes it anew each time."""
+
+    name: str
+    is_composite: bool
+    is_seeded: bool
+    is_inplace_view: bool
+    is_mutable: bool
+    is_unbounded: bool  # its results or their shapes depend on data
+    returns: int
+
+    @staticmethod
+    @functools.cache
+    def of(func: torch._ops.OpOverload) -> Facts:
+        """Return the facts of an operation."""
+        tags, schema = func.tags, func._schema
+        return Facts(
+            schema.name,
+            is_composite(func, CPU),
+            torch.Tag.nondeterministic_seeded in tags,
+            torch.Tag.inplace_view in tags,
+            schema.is_mutable,
+            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+            len(schema.returns),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +145,14 @@ class TapeRecorder(DecomposingMode):
     Sees only what reaches the dispatcher; cpu_host_reads.py refuses reads that bypass it.
     """
 
-    def __init__(self, generators: Sequence[Any] = (), can_undo: bool = False):  # of torch.Generator
+    def __init__(
+        self,
+        generators: Sequence[Any] = (),  # of torch.Generator
+        can_undo: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ):
         super().__init__()
+        self._check = check  # before each operation: may raise
         self.tape = Tape()
         # With `can_undo`, by address: outside memory that the run wrote to, and its former contents.
         self._overwritten: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = (
@@ -142,20 +177,26 @@ class TapeRecorder(DecomposingMode):
         return False  # otherwise the first operation would import the compiler, which takes a second or two
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        self._check()
+        # The profiler of `observing_seeds` would be called for each function here, which takes as long as the rest.
+        with unprofiled():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func, types, args: tuple, kwargs: dict[str, Any]) -> Any:
         if isinstance(func, HigherOrderOperator):
             self._refusal = CaptureRefused(higher_order_refusal([func.name()]))
             raise self._refusal
         if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
             return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        if is_composite(func, CPU):
+        facts = Facts.of(func)
+        if facts.is_composite:
             # Under inference mode, composite operations are not decomposed. Decompose them, so that their inner
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
             return self.decompose(func, args, kwargs)
         inputs = tensors_in(args, kwargs)
         try:
-            self._refuse(func, args, kwargs, inputs)
+            self._refuse(func, facts, args, kwargs, inputs)
         except CaptureRefused as refusal:
             self._refusal = refusal
             raise
@@ -163,31 +204,32 @@ class TapeRecorder(DecomposingMode):
         if lifted:
             # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
             func = aten.clone.default
+            facts = Facts.of(func)
         input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if self._overwritten is not None:
             self._save_overwritten(self._overwritten, func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if facts.is_seeded:
             self.check_generators()
         result = self.run(func, args, kwargs)
         results = tensors_in(result)
-        if any(tensor._is_zerotensor() for tensor in (*inputs, *results)):  # noqa: SLF001
+        if any([tensor._is_zerotensor() for tensor in (*inputs, *results)]):  # noqa: SLF001
             self._refusal = CaptureRefused(
                 f"{func} in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad), whose zeros have no memory"
             )
             raise self._refusal
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if facts.is_seeded:
             self._generator_states = self._read_generators()
         if lifted:
             self._literals.add(result.untyped_storage()._cdata)
-        if torch.Tag.inplace_view in func.tags:
+        if facts.is_inplace_view:
             return result  # changes only the geometry, which is in the Refs of later operations
         touched = input_storages | {tensor.untyped_storage()._cdata for tensor in results}
-        if lifted or (input_storages <= self._constant_storages and torch.Tag.nondeterministic_seeded not in func.tags):
+        if lifted or (input_storages <= self._constant_storages and not facts.is_seeded):
             self._constant_storages |= touched
-        elif func._schema.is_mutable:
+        elif facts.is_mutable:
             self._constant_storages -= touched
-        fresh = any(tensor.untyped_storage()._cdata not in input_storages for tensor in results)
-        if fresh or func._schema.is_mutable or not results:
+        fresh = not touched <= input_storages
+        if fresh or facts.is_mutable or not results:
             self._record(func, args, kwargs, inputs, result, results, input_storages, fresh)
         return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
@@ -290,9 +332,10 @@ class TapeRecorder(DecomposingMode):
             new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
             return self._ref(leaf) if new else None
 
-        outs = map_leaves(new_ref, result if len(func._schema.returns) > 1 else (result,))
+        facts = Facts.of(func)
+        outs = map_leaves(new_ref, result if facts.returns > 1 else (result,))
         in_place = (
-            func._schema.name not in UNDEFINED_CONTENTS
+            facts.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
             and out_overload_matches(func, args, kwargs, result)
         )
@@ -336,14 +379,14 @@ class TapeRecorder(DecomposingMode):
             self._aliases[storage._cdata, geometry] = aten.alias.default(tensor)
         return self._aliases[storage._cdata, geometry]
 
-    def _refuse(self, func, args, kwargs, inputs: list[torch.Tensor]) -> None:
-        name = func._schema.name
+    def _refuse(self, func, facts: Facts, args, kwargs, inputs: list[torch.Tensor]) -> None:
+        name = facts.name
         index = HOST_READS.get(name)
         if index is not None and not self.is_constant(args[index]):
             raise CaptureRefused(host_read_refusal(str(func)))
-        if name == "aten::_local_scalar_dense" or torch.Tag.data_dependent_output in func.tags:
+        if name == "aten::_local_scalar_dense" or (facts.is_unbounded and torch.Tag.data_dependent_output in func.tags):
             raise CaptureRefused(host_read_refusal(str(func)))
-        if torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
+        if facts.is_unbounded and torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: its output shape depends on data, and a graph's shapes are fixed")
         if name.startswith(COLLECTIVES) and not _is_single_rank_all_reduce(name, args):
             raise CaptureRefused(
@@ -365,7 +408,7 @@ class TapeRecorder(DecomposingMode):
             raise CaptureRefused(
                 f"{func}: tensors on {', '.join(sorted(devices))} in a CPU graph: keep all tensors on the CPU"
             )
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._uses_registered_generator(func, args, kwargs):
+        if facts.is_seeded and not self._uses_registered_generator(func, args, kwargs):
             raise CaptureRefused(
                 f"{func} samples from a generator that is not registered with this graph: "
                 "pass it in `generators`, so that each replay samples new numbers"

@@ -18,6 +18,7 @@ import torch
 from graph_cache.backends.cuda_digest import Node, captured_nodes, digest_of
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
+from graph_cache.interrupts import Interrupts
 from graph_cache.library_state import weight_update_flag
 from graph_cache.reference import Reference
 
@@ -146,6 +147,7 @@ class CudaBackend:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.default_generator = torch.cuda.default_generators[self.device.index]
         self.stream = torch.cuda.Stream(self.device)
+        self.interrupts = Interrupts()
         self._scratch = torch.zeros(1, device=self.device)
         self._last_stream: torch.cuda.Stream | None = None  # of the last caller of `order_streams`
         _settle_attention_priority(self.device)

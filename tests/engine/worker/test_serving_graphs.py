@@ -114,9 +114,9 @@ def test_background_answers_while_captures_are_pending_and_ends_with_none(make_e
         pending.append(loop.stats().warm["pending"])
     assert tokens == reference.greedy(PROMPTS[0], 200)
     assert pending[0] >= wanted - 1 and pending == sorted(pending, reverse=True)
-    assert not all(captured)  # captures take at most half the time while serving
+    assert not all(captured)  # captures take a small share of the time while serving
     eager = counters(engine, "fallbacks")["decode", "decode", "not_captured"]
-    assert 0 < eager == 199 - counters(engine, "replays").total()
+    assert eager == 199 - counters(engine, "replays").total()
     while loop.capture_between_steps():
         pass
     assert loop.stats().warm == {"mode": "background", "captured": wanted, "pending": 0, "ratio": 1.0}
