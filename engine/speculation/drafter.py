@@ -15,7 +15,7 @@ class DraftRow(NamedTuple):
 
     request_id: str
     token_ids: Sequence[int]
-    count: int
+    limit: int
 
 
 class Drafter(Protocol):
@@ -29,7 +29,7 @@ class Drafter(Protocol):
     reads_tokens: bool
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Sequence[int]]:
-        """Return the draft tokens of each row, at most `count`; an empty sequence where none are likely."""
+        """Return the draft tokens of each row, at most `limit`; an empty sequence where none are likely."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -49,7 +49,7 @@ class NgramDrafter:
     def propose(self, rows: Sequence[DraftRow]) -> list[Sequence[int]]:
         """See Drafter. The tokens of a request must extend those of its last row."""
         return [
-            self._indices.setdefault(row.request_id, NgramIndex()).propose(row.token_ids, row.count) for row in rows
+            self._indices.setdefault(row.request_id, NgramIndex()).propose(row.token_ids, row.limit) for row in rows
         ]
 
     def forget(self, request_id: str) -> None:
