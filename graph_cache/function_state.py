@@ -21,6 +21,7 @@ from graph_cache.host_reads import (
     hooks_of,
     iterators_read,
     refused_reads,
+    unwatched_reads,
 )
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
@@ -125,8 +126,9 @@ class FunctionState:
                 namespaces = reachable(self._roots, ignored=self._generators, ran=self._ran, names=names)
                 if iterators := iterators_read(namespaces, self._ran.names):
                     reasons.append(f"may read the iterator {', '.join(iterators)}")
-                kept = keeps and bool(found or iterators)  # another run would advance them again
-                reasons += refused_reads(self._ran, self._device)
+                unwatched = unwatched_reads(namespaces)
+                kept = keeps and bool(found or iterators or unwatched)  # another run would change these again
+                reasons += unwatched + refused_reads(self._ran, self._device)
                 reasons += audit.refusals(self._device)
                 versions.exclude(state.changed, made=False)
                 versions.add(namespaces, self._ran)

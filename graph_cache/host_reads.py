@@ -39,15 +39,15 @@ from graph_cache.namespaces import (
     Hidden,
     Items,
     Namespace,
+    Opaque,
     TensorAttributes,
     Values,
     position_of,
 )
 from graph_cache.profiling import profiled
 
-MAX_WATCHED_ITEMS = 4096  # of larger containers, only a change of the length is noticed
 MAX_SINGLE_ITEMS = 64  # items of larger containers are watched together
-MAX_WATCHED_BYTES = 4096  # of larger buffers likewise
+MAX_WATCHED_BYTES = 1 << 20  # of all buffers together; comparing these takes 200 µs
 MAX_VERSIONS = 64  # values of one Watch that are told apart
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # watched elsewhere, or registries
 COUNTED = (Items, Attributes, ClassAttributes, TensorAttributes)  # containers of which the length may be watched
@@ -66,6 +66,8 @@ _LIBRARIES = (_TORCH, _STANDARD)
 _ROUTING = "megatron.core.transformer.moe."
 _DYNAMO = f"{_TORCH}_dynamo{os.sep}"
 COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__dict__", "vars", "globals", "attrgetter"))
+# Code that names one of these may read all attributes of an object.
+READS_ALL_ATTRIBUTES = frozenset(("vars", "__dict__", "asdict", "astuple", "fields"))
 READS_ALL_NAMES = COMPUTES_NAMES | {
     "asdict",
     "astuple",
@@ -109,6 +111,7 @@ TENSOR_FACTS = frozenset(
     ("is_leaf", "grad_fn", "_base", "_version", "storage_offset", "retains_grad", "is_inference", "_backward_hooks")
 )
 PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
+GENERATOR_STATE = frozenset(("getstate", "get_rng_state", "initial_seed", "bit_generator"))
 SEEDING = frozenset(("seed", "manual_seed", "manual_seed_all"))
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
 _OPERATORS = (f"{_TORCH}_ops.py", f"{_TORCH}_library{os.sep}", f"{_TORCH}library.py")
@@ -358,6 +361,13 @@ def tensor_facts_read(ran: Reads | None, device: torch.device) -> list[str]:
     return [f"reads {', '.join(sorted(found))} of a tensor, which may be another in a capture: pass the value"]
 
 
+def generator_state_read(ran: Reads | None) -> list[str]:
+    """Return why a run that reads the state of a random generator can't be replayed, as a list of at most one reason."""
+    if ran is None or not (found := GENERATOR_STATE & ran.own_names):
+        return []
+    return [f"reads the state of a random generator ({', '.join(sorted(found))}): pass the value"]
+
+
 def seeds_given(ran: Reads | None) -> list[str]:
     """Return why a run that seeds a random generator can't be replayed, as a list of at most one reason."""
     if ran is None or ran.called.isdisjoint(SEEDING):
@@ -367,7 +377,7 @@ def seeds_given(ran: Reads | None) -> list[str]:
 
 def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
     """Return why a run can't be captured on `device`, by what it reads and calls."""
-    found = outside_reads(ran) + seeds_given(ran) + tensor_facts_read(ran, device)
+    found = outside_reads(ran) + seeds_given(ran) + generator_state_read(ran) + tensor_facts_read(ran, device)
     return found + refused_compiled_code(ran, device)
 
 
@@ -396,6 +406,34 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
     ]
 
 
+def unwatched_reads(namespaces: Sequence[Namespace]) -> list[str]:
+    """Return why code that may read these can't be replayed, as a list of at most one reason.
+
+    They are too large to be compared at every call, or can't be compared.
+    """
+    found: dict[int, str] = {}
+    nbytes, largest = 0, ""
+    for namespace in namespaces:
+        if namespace.is_library or namespace.path.rpartition(".")[2] in (*TENSORS, *UNWATCHED):
+            continue
+        if not namespace.is_comparable:
+            size, unit = namespace.size()
+            found[id(namespace.container)] = f"{namespace.path} ({type(namespace.container).__name__}, {size:,} {unit})"
+        elif isinstance(namespace, Contents) and namespace.size()[1] == "bytes":
+            nbytes += namespace.size()[0]
+            largest = namespace.path
+    if nbytes > MAX_WATCHED_BYTES:
+        found[0] = f"{largest} and other arrays (together {nbytes:,} bytes)"
+    if not found:
+        return []
+    names = list(found.values())
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [
+        f"may read {', '.join(names[:3])}{others}, which is not compared at every call, so that a change would go "
+        "unnoticed: pass what it reads as an argument, or keep it in a tensor"
+    ]
+
+
 class Watch:
     """The current values of Python state that a run may read. Checked at every call, so it loops in C.
 
@@ -412,7 +450,7 @@ class Watch:
         self.functions: list[types.FunctionType] = []
         self.sized: dict[int, Any] = {}  # by id of the container, as are the next two
         self.ordered: dict[int, Any] = {}  # dictionaries of which the keys are watched
-        self.large: dict[int, Any] = {}  # lists and dictionaries of which all items are watched
+        self.large: dict[int, Any] = {}  # lists, sets and dictionaries of which all items are watched
         self.contents: list[Namespace] = []
         self.absent: list[tuple[Container[str], str]] = []  # globals and slots without a value
         self.containers: list[int] = []  # id of the container of each owner
@@ -472,7 +510,8 @@ class Watch:
 
     def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
         """Watch what a run may have read: values by the names in its code, and items of containers."""
-        names, parts = reads.names | _indirect_names(namespaces, reads.names), reads.parts_of_names
+        names, parts = reads.names | _indirect_names(namespaces, reads), reads.parts_of_names
+        reads_all = not READS_ALL_ATTRIBUTES.isdisjoint(reads.own_names)
         self.reads_environment |= reads.reads_environment
         for namespace in namespaces:
             container, where = namespace.container, id(namespace.container)
@@ -488,7 +527,10 @@ class Watch:
                 continue
             if isinstance(namespace, Contents):
                 if self._is_new(where, "contents"):
-                    self.contents.append(namespace)
+                    if isinstance(container, set):
+                        self.sized[where] = self.large[where] = container
+                    else:
+                        self.contents.append(namespace)
                 continue
             if isinstance(namespace, COUNTED) and (where, MISSING) not in self._known:
                 self._known.add((where, MISSING))
@@ -507,7 +549,10 @@ class Watch:
             if isinstance(namespace, Values):
                 self._add_absent(where, owner, [name for name in namespace.names if name not in owner])
             for key, value in namespace.read().items():
-                if self._reads(namespace, key, value, names, parts) and self._is_new(where, key):
+                is_read = self._reads(namespace, key, value, names, parts) or (
+                    reads_all and isinstance(namespace, (Attributes, Values)) and key not in MODULE_ATTRIBUTES
+                )
+                if is_read and self._is_new(where, key):
                     self.owners.append(owner)
                     self.keys.append(key)
                     self.containers.append(where)
@@ -545,10 +590,10 @@ class Watch:
             self.sized[where] = container
             return
         keys = self.sized[where] = namespace.keys()
-        if not self._has_watched_items(namespace):
-            if isinstance(container, dict) and len(keys) <= MAX_WATCHED_ITEMS:
+        if not self._has_watched_items(namespace) and namespace.is_comparable:
+            if isinstance(container, dict):
                 self.ordered[where] = keys
-            if MAX_SINGLE_ITEMS < len(keys) <= MAX_WATCHED_ITEMS:
+            if len(keys) > MAX_SINGLE_ITEMS:
                 self.large[where] = dict.values(container) if isinstance(container, dict) else container
 
     def _has_watched_items(self, namespace: Namespace) -> bool:
@@ -556,12 +601,12 @@ class Watch:
         return namespace.path.endswith(TENSORS) or id(namespace.container) in self._modules
 
     def _is_watched(self, namespace: Namespace) -> bool:
-        """Whether the values of this namespace are watched: small buffers, and all but state that runs advance."""
+        """Whether the values of this namespace are watched: all but state that runs advance, and what is refused."""
         container = namespace.container
         if namespace.path.rpartition(".")[2] in UNWATCHED:
             return id(container) not in self._modules and bool(container)
-        if isinstance(namespace, Contents):
-            return _fits(container)
+        if isinstance(namespace, (Contents, Opaque)):
+            return namespace.is_comparable  # see `unwatched_reads`
         if isinstance(namespace, Hidden):
             return "value" in namespace.read()  # a context variable
         return True
@@ -633,13 +678,6 @@ def _item_of_immutable(value: Any) -> Any:
     return _TensorKey(value) if isinstance(value, Tensor) else _comparable(value)
 
 
-def _fits(container: Any) -> bool:
-    """Whether a set or buffer is small enough to be compared as a whole."""
-    if isinstance(container, set):
-        return len(container) <= MAX_WATCHED_ITEMS
-    return memoryview(container).nbytes <= MAX_WATCHED_BYTES
-
-
 _function_parts = attrgetter(*FunctionParts.PARTS)
 
 
@@ -683,15 +721,22 @@ def _absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
     return [name for name in _loaded_globals(code) if name not in namespace and not hasattr(builtins, name)]
 
 
-def _indirect_names(namespaces: Sequence[Namespace], names: set[str]) -> set[str]:
-    """Return the strings under these names that may be names themselves, as in `getattr(self, self.name)`."""
-    return {
-        value
+def _indirect_names(namespaces: Sequence[Namespace], reads: Reads) -> set[str]:
+    """Return the strings under the names that code reads that may be names themselves, as in `getattr(self, self.name)`.
+
+    If the code computes names, also strings in containers (`getattr(self, self.names[index])`).
+    """
+    names, computes = reads.names, reads.computes_names
+    found = {
+        item
         for namespace in namespaces
-        if namespace.named
+        if namespace.named or (computes and isinstance(namespace, Items) and namespace.is_comparable)
         for key, value in namespace.read().items()
-        if key in names and type(value) is str and value.isidentifier()
+        if not namespace.named or key in names
+        for item in (value if computes and isinstance(value, tuple) else (value,))
+        if type(item) is str
     }
+    return {part for name in found for part in (name.split(".") if computes else [name]) if part.isidentifier()}
 
 
 def _content(cell: types.CellType) -> Any:

@@ -33,21 +33,25 @@ from graph_cache.namespaces import (
     Hidden,
     Items,
     Namespace,
+    Opaque,
     TensorAttributes,
     Values,
     is_buffer,
     is_hidden,
+    is_opaque,
     slots_of,
 )
 
 MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no graph is captured
 MAX_OF_ANY_CODE = 20_000  # before a run was observed: of all that its functions may reach, the nearest
+# Modules of the standard library whose objects hold a user's values.
+RECORDS = frozenset(
+    ("types", "argparse", "collections", "configparser", "dataclasses", "multiprocessing", "queue", "weakref", "_thread")
+)
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
-# Whose objects hold a user's values.
-RECORDS = frozenset(("types", "argparse", "collections", "dataclasses", "queue", "weakref", "_thread"))
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
 SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler")
-NOT_FOLLOWED = (Tensor, tuple, types.BuiltinFunctionType, types.MethodType, functools.partial)
+NOT_FOLLOWED = (Tensor, types.BuiltinFunctionType, types.MethodType, functools.partial)
 FLAGS = frozenset(("main_grad", "grad_added_to_main_grad"))  # of parameters, which `parameter_aliases.py` takes care of
 LIBRARIES = frozenset(("transformer_engine", "megatron"))
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -61,6 +65,7 @@ _WRAPPERS = (
     functools.singledispatchmethod,
     type(functools.cache(len)),
 )
+DICTIONARY_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))  # modules whose functions other code may replace
 _WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "dispatcher")  # what these refer to
 
@@ -289,7 +294,7 @@ def reachable(
                 found.append(namespace)
                 if isinstance(namespace, (Contents, Hidden)):
                     following += [(path, item) for item in _held(namespace)]
-                elif not namespace.is_library:
+                elif not namespace.is_library and namespace.is_comparable:
                     following += [
                         (namespace.name_of(key), item)
                         for key, item in namespace.read().items()
@@ -323,12 +328,11 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
                 yield Globals("", sys.modules, imported)
             yield Attributes(path, value.__dict__)
             yield FunctionParts(path, value)
-    elif isinstance(value, (dict, list, deque)):
-        yield Items(path, value)
-    elif is_buffer(value):
-        yield Contents(path, value)
-    elif is_hidden(value):
-        yield Hidden(path, value)
+    elif (found := _contents_of(path, value)) is not None:
+        yield found
+        module = type(value).__module__
+        if module not in ("builtins", "collections") and (not _is_skipped(module) or module.startswith("numpy.ma")):
+            yield from _attributes_of(path, value)  # of a subclass; a masked array has its mask there
     elif isinstance(value, types.ModuleType):
         if ran is not None and (value.__name__ in PATCHED or not _is_library(value.__name__)):
             yield Globals(path, vars(value), tuple(ran.names & vars(value).keys()))
@@ -346,6 +350,17 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
         yield from _attributes_of(path, value)
 
 
+def _contents_of(path: str, value: Any) -> Namespace | None:
+    """Return the contents of a container or of an object that keeps its state in C; None for any other object."""
+    if isinstance(value, (dict, list, deque)):
+        return Items(path, value)
+    if is_buffer(value):
+        return Contents(path, value)
+    if is_opaque(value):
+        return Opaque(path, value)
+    return Hidden(path, value) if is_hidden(value) else None
+
+
 def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
     attributes = getattr(value, "__dict__", None)
     is_library = isinstance(value, nn.Module) and type(value).__module__.partition(".")[0] in LIBRARIES
@@ -361,7 +376,9 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
 
 
 def _held(namespace: Namespace) -> list[Any]:
-    """Return the objects in a set or in a context variable."""
+    """Return the objects in a set or in a context variable, or those that an array refers to."""
+    if not namespace.is_comparable:
+        return []
     values = [one for one in namespace.read().values() if one is not MISSING]
     if isinstance(namespace, Hidden):
         return values if isinstance(namespace.container, ContextVar) else []
@@ -380,18 +397,25 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, weakref.ref):
         return [(path, value())]
     if isinstance(value, memoryview):
-        return [(path, value.obj)]
+        return [] if _is_released(value) else [(path, value.obj)]
     if isinstance(value, (tuple, frozenset)):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, dict):
         keys = [key for key in dict.keys(value) if type(key) not in PLAIN] if len(value) <= MAX_ITEMS else []
         factory = [value.default_factory] if isinstance(value, defaultdict) else []
         return [(path, item) for item in (*keys, *factory)]
-    if isinstance(value, types.MappingProxyType):
+    if isinstance(value, (types.MappingProxyType, *DICTIONARY_VIEWS)):
         return [(path, one) for one in gc.get_referents(value)]
     if isinstance(value, _WRAPPERS):
         return [(path, getattr(value, name)) for name in _WRAPPED if hasattr(value, name)]
     return []
+
+
+def _is_released(view: memoryview) -> bool:
+    try:
+        return view.nbytes < 0
+    except ValueError:
+        return True
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:

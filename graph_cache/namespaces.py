@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import pickle
+import queue
 import random
 import sys
 import types
@@ -25,7 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
-MAX_ITEMS = 4096  # of larger containers, only the length is compared
+MAX_ITEMS = 4096  # items of larger containers are neither compared at every call nor searched for other containers
+MAX_BYTES = 65_536  # larger buffers are not compared at every call; comparing these takes 10 µs
+MAX_COPIED_ITEMS = 100_000  # of larger containers, a copy has only the length
 # What Python itself stores in a class.
 METADATA = frozenset(
     f"__{name}__"
@@ -84,12 +87,21 @@ class Namespace:
             return f"{self.path}.{key}" if self.path else str(key)
         return f"{self.path}[{key!r}]" if type(key) in PLAIN else f"{self.path}[…]"
 
+    def size(self) -> tuple[int, str]:
+        """Return the number of values, and their unit."""
+        return len(self.read()), "items"
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the values can be compared at every call: there are few enough."""
+        return True
+
 
 class Items(Namespace):
     """Items of a list, a deque or a dictionary."""
 
     def read(self) -> dict[Any, Any]:
-        if len(self.keys()) > MAX_ITEMS:
+        if len(self.keys()) > MAX_COPIED_ITEMS:
             return {"length": len(self.keys())}
         if _computes_items(self.container):
             return dict(dict.items(self.container))
@@ -104,6 +116,13 @@ class Items(Namespace):
             return
         self.container.clear()
         self.container.update(values) if isinstance(self.container, dict) else self.container.extend(values.values())
+
+    def size(self) -> tuple[int, str]:
+        return len(self.keys()), "items"
+
+    @property
+    def is_comparable(self) -> bool:
+        return len(self.keys()) <= MAX_ITEMS
 
     def keys(self) -> Any:
         """Return an object that iterates over the stored keys of a dictionary, or the container; it has a length."""
@@ -322,13 +341,29 @@ class _Whole:
 
 
 class Contents(Namespace):
-    """A set, or a buffer of numbers (bytearray, array, NumPy array), compared as a whole."""
+    """A set, or a buffer of numbers (bytearray, array, NumPy array, ctypes, mmap), copied as a whole."""
+
+    def size(self) -> tuple[int, str]:
+        if isinstance(self.container, set):
+            return len(self.container), "items"
+        return _nbytes(self.container), "bytes"
+
+    @property
+    def is_comparable(self) -> bool:
+        size, unit = self.size()
+        return size <= (MAX_BYTES if unit == "bytes" else MAX_ITEMS)
 
     def read(self) -> dict[Any, Any]:
         container = self.container
         if isinstance(container, set):
-            return {"contents": frozenset(container)} if len(container) <= MAX_ITEMS else {"length": len(container)}
-        return {"contents": container.tobytes() if hasattr(container, "tobytes") else bytes(container)}
+            many = len(container) > MAX_COPIED_ITEMS
+            return {"length": len(container)} if many else {"contents": frozenset(container)}
+        if isinstance(container, _numpy_type("ndarray")):
+            return {"contents": _numpy().ndarray.tobytes(container)}  # a masked array fills its own copies
+        try:
+            return {"contents": bytes(memoryview(container))}
+        except ValueError:  # closed
+            return {"contents": b""}
 
     def write(self, values: Mapping[Any, Any]) -> None:
         container, contents = self.container, values.get("contents")
@@ -341,14 +376,43 @@ class Contents(Namespace):
         elif isinstance(container, array.array):
             del container[:]
             container.frombytes(contents or b"")
-        else:
+        elif isinstance(container, _numpy_type("ndarray")):
             container[...] = _numpy().frombuffer(contents, container.dtype).reshape(container.shape)
+        elif contents:
+            memoryview(container).cast("B")[:] = contents
 
     def values_by_key(self) -> Any:
         return _Whole(self)
 
     def name_of(self, key: Any) -> str:
         return self.path
+
+
+def _nbytes(buffer: Any) -> int:
+    """Return the bytes of a buffer; 0 if it is closed."""
+    if isinstance(buffer, _numpy_type("ndarray")):
+        return int(buffer.nbytes)
+    try:
+        return memoryview(buffer).nbytes
+    except ValueError:
+        return 0
+
+
+class Opaque(Namespace):
+    """An object that keeps values where nothing compares them: an array of Python objects, a pointer, a queue in C."""
+
+    @property
+    def is_comparable(self) -> bool:
+        return False
+
+    def read(self) -> dict[Any, Any]:
+        return {}
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        """Do nothing."""
+
+    def size(self) -> tuple[int, str]:
+        return getattr(self.container, "size", 1), "values"
 
 
 class Hidden(Namespace):
@@ -412,9 +476,28 @@ def set_state(generator: torch.Generator, state: bytes) -> None:
 
 def is_buffer(value: Any) -> bool:
     """Return whether this is a set, or a mutable buffer of numbers."""
-    return isinstance(value, (set, bytearray, array.array)) or (
-        isinstance(value, _numpy_type("ndarray")) and not value.dtype.hasobject
-    )
+    if isinstance(value, (set, bytearray, array.array)):
+        return True
+    if isinstance(value, _numpy_type("ndarray")):
+        return not value.dtype.hasobject
+    return _is_memory(type(value)) and not _is_pointer(type(value))
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether this object keeps values that nothing compares."""
+    return isinstance(value, (_numpy_type("ndarray"), queue.SimpleQueue)) or _is_pointer(type(value))
+
+
+@functools.cache
+def _is_memory(kind: type) -> bool:
+    """Whether objects of this type are memory of ctypes, or a mapped file."""
+    return any(base.__name__ == "_CData" or base.__module__ == "mmap" for base in kind.__mro__)
+
+
+@functools.cache
+def _is_pointer(kind: type) -> bool:
+    """Whether objects of this type refer to memory that they do not hold."""
+    return issubclass(kind, (ctypes._Pointer, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))
 
 
 def is_hidden(value: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions
+from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions, unwatched_reads
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.training.ambient_state import AmbientState
 from graph_cache.training.compiled import COMPILED_CALL, is_compiled
@@ -337,11 +337,11 @@ class AttachedModule:
     def observing(self, objects: Sequence[Any] = ()) -> Iterator[list[str]]:
         """Observe an eager call: watch the Python state that it reads from now on, also of `objects`, its arguments.
 
-        Yields a list, filled after the block, of what it changed that can't be undone, such as iterators.
+        Yields a list, filled after the block, of reasons why a replay could differ from it.
         """
-        irreversible: list[str] = []
+        refusals: list[str] = []
         if self._unobserved:
-            yield irreversible
+            yield refusals
             return
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran
@@ -349,13 +349,18 @@ class AttachedModule:
         reads, state = Reads((self.method,)), HostState(roots, ignored=self.ignored, ran=ran)
         with self.versions.extended() as versions:
             with reads.observing():
-                yield irreversible
-            irreversible += state.irreversible()
+                yield refusals
+            refusals += [
+                f"advances {name}, which a replay would not: pass its values as arguments"
+                for name in state.irreversible()
+            ]
             self.ran = (self.ran or Reads()).merged(reads)
             state.changes(lambda tensor: True)
             versions.exclude(state.changed - state.created, made=bool(state.created))
             names = self.ran.names_to_follow
-            versions.add(reachable(roots, ignored=self.ignored, ran=self.ran, names=names), self.ran)
+            namespaces = reachable(roots, ignored=self.ignored, ran=self.ran, names=names)
+            refusals += unwatched_reads(namespaces)
+            versions.add(namespaces, self.ran)
 
     def observed_backward(self, reads: Reads) -> None:
         """Watch the Python state that a captured backward has read, such as that of an autograd.Function."""

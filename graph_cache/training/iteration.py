@@ -30,6 +30,7 @@ from graph_cache.host_reads import (
     hooks_of,
     iterators_read,
     refused_reads,
+    unwatched_reads,
 )
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
@@ -498,6 +499,8 @@ class CapturedIteration:
             self._watch.exclude(state.changed)
         names = self._ran.names_to_follow
         namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=self._ran, names=names)
+        if self._checks_attributes:
+            seen.refusals += unwatched_reads(namespaces)
         self._watch.leave_out(self._known_modules())
         self._watch.add(namespaces, self._ran)
         gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}

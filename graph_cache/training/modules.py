@@ -378,13 +378,12 @@ class TrainingGraphs:
         graphs, index = recorded.record(signature, tensors, args, kwargs)
         hooks = TensorHooks([*tensors, *attached.scope.parameters()])
         try:
-            with attached.observing(objects_of(signature[1])) as irreversible:
+            with attached.observing(objects_of(signature[1])) as refusals:
                 value = self._run_eager(attached, args, kwargs)
             result, outputs = Result.of(value)
         except BaseException:
             self._recording = None  # record again in the next step: half a step is useless
             raise
-        refusals = [f"advances {name}, which a replay would not: pass its values as arguments" for name in irreversible]
         graphs.refuse(index, [*refusals, TensorHooks.REFUSAL] if hooks.have_changed() else refusals)
         wanted = [output_index for output_index, tensor in enumerate(outputs) if tensor.requires_grad]
         if wanted:

@@ -15,8 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads, gradient_hooks_of, is_own_class, iterators_read, refused_reads
-from graph_cache.host_state import ANY_CODE, HostState, Ran
+from graph_cache.host_reads import (
+    Reads,
+    gradient_hooks_of,
+    is_own_class,
+    iterators_read,
+    refused_reads,
+    unwatched_reads,
+)
+from graph_cache.host_state import ANY_CODE, HostState, Ran, reachable
 from graph_cache.namespaces import Namespace
 from graph_cache.process_state import ProcessState
 from graph_cache.training.call import TENSOR
@@ -191,6 +198,9 @@ def refuse_backward_changes(
         audit.undo()
     reasons = [f"changes {', '.join(found)}"] if found else []
     reasons += refused_reads(reads, device) + audit.refusals(device, earlier=forward)
+    if ran is not None and reads.own:
+        both = ran.merged(reads)
+        reasons += unwatched_reads(reachable(roots, ignored=ignored, ran=both, names=both.names_to_follow))
     if reasons:
         backward = f"the backward of {name}"
         raise CaptureRefused(f"{backward} {'; '.join(reasons)}. A replay would not repeat this")
