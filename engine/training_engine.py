@@ -7,8 +7,11 @@ TrainingEngine selects the submodules to capture and reports which calls replaye
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
@@ -27,8 +30,8 @@ from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.ambient_state import AmbientState, combined
-from graph_cache.training.attached import Attachment, Part, is_data_parallel
-from graph_cache.training.capture_context import CaptureContext
+from graph_cache.training.attached import FORWARD, Attachment, Part, is_data_parallel
+from graph_cache.training.capture_context import CaptureContext, Running
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
 from graph_cache.validation import names_arguments
@@ -53,6 +56,16 @@ class CallAdapter(Protocol):
         """Restore the model."""
 
 
+@dataclass(frozen=True, eq=False)
+class Network:
+    """What one call of `attach` captures: graphs of the language model, then of the encoder, and changes of the model."""
+
+    models: Sequence[nn.Module]
+    parts: Sequence[Part]
+    graphs: list[TrainingGraphs | TransformerEngineGraphs]
+    adapters: Sequence[CallAdapter]
+
+
 class TrainingEngine:
     """The object that `Engine(EngineConfig(mode="training"))` returns. Use it from one training loop, in one thread.
 
@@ -64,9 +77,9 @@ class TrainingEngine:
         self._graph_config = config.graph_config()
         self.stats = CacheStats()
         self._pool = pool
-        self._modules: list[TrainingGraphs | TransformerEngineGraphs] = []  # the language model's, then the encoder's
-        self._adapters: list[CallAdapter] = []
-        self._is_attached = False
+        self._networks: list[Network] = []
+        self._running = Running()
+        self._adapters: list[CallAdapter] = []  # of whole iterations
         self._iterations: list[CapturedIteration | FullIteration] = []
         self._replaced_chunks: set[nn.Module] = set()  # of whole iterations
 
@@ -101,6 +114,8 @@ class TrainingEngine:
     ) -> list[str]:
         """Capture parts of a model from now on and return their names. Training code needs no changes.
 
+        Call it once for each network, such as an actor and a critic. Names that another network has get a prefix.
+
         Args:
             model: A module, or the list of chunks of a Megatron-Core model.
             modules: Paths of submodules ("layers.3.attn"; "" is the model itself). By default a Megatron-Core model is
@@ -123,8 +138,6 @@ class TrainingEngine:
                 f"attach() captures modules, for cuda_graph_impl='local' or 'transformer_engine'; found "
                 f"{self.config.cuda_graph_impl!r}. Use capture_iteration() for a whole iteration"
             )
-        if self._is_attached:
-            raise ConfigError("a model is already attached; call detach() first")
         models = [model] if isinstance(model, nn.Module) else list(model)
         for one in models:
             if not isinstance(one, nn.Module):
@@ -141,21 +154,48 @@ class TrainingEngine:
             adapters.append(packed)
         if self.config.cuda_graph_moe_dropless:
             adapters.append(self._dropless_experts(models))
+        sections = self._named_apart(models, sections)
         pool = self._pool_for(self._device_of(models))
+        network = Network(models, [part for found, _ in sections for part in found.parts], [], adapters)
         own_generators = [*generators, *(own for one in models for own in _generators_of(one))]
         try:
             for found, settings in sections:
                 registered = self._registered(pool, [*own_generators, *found.generators])
-                context = CaptureContext(pool, self.stats, registered, found.state)
-                self._modules.append(self._graphs(models, found, settings, context, microbatches))
+                context = CaptureContext(pool, self.stats, registered, found.state, self._running)
+                network.graphs.append(self._graphs(models, found, settings, context, microbatches))
         except BaseException:
-            self.detach()
+            for graphs in network.graphs:
+                graphs.detach()
             raise
         for adapter in adapters:
             adapter.begin()
-        self._adapters += adapters
-        self._is_attached = True
-        return [part.name for found, _ in sections for part in found.parts]
+        self._networks.append(network)
+        return [part.name for part in network.parts]
+
+    def _named_apart(
+        self, models: Sequence[nn.Module], sections: Sequence[tuple[Attachment, MegatronGraphConfig]]
+    ) -> list[tuple[Attachment, MegatronGraphConfig]]:
+        """Return the sections with names that no other network has. Raises ConfigError for a part of another network."""
+        attached = [part for network in self._networks for part in network.parts]
+        inside = {id(module): part.name for part in attached for module in part.module.modules()}
+        whole = {(id(part.module), part.method) for part in attached}
+        methods = {id(part.module) for part in attached if part.method != FORWARD}
+        names, renamed = {part.name for part in attached}, []
+        for found, settings in sections:
+            parts = []
+            for part in found.parts:
+                if (id(part.module), part.method) in whole:
+                    raise ConfigError(f"{part.name} is already attached: call detach() first, or detach(model)")
+                shared = [inside[id(module)] for module in part.module.modules() if id(module) in inside]
+                if shared and id(part.module) not in methods:
+                    raise ConfigError(
+                        f"{part.name} has modules in common with {shared[0]}, which is already attached: attach the "
+                        "smallest parts that do not overlap, or call detach(model) first"
+                    )
+                parts.append(part._replace(name=_unused_name(part.name, models, names)))
+            names |= {part.name for part in parts}
+            renamed.append((replace(found, parts=parts), settings))
+        return renamed
 
     def _graphs(
         self,
@@ -425,7 +465,7 @@ class TrainingEngine:
         """Return a row per module or iteration: graphs, bytes, replays, failed captures, the last failure, eager calls
         by reason, and the digest of the graphs.
         """
-        holders = [*self._modules, *self._iterations]
+        holders = [*self._attached_graphs(), *self._iterations]
         rows = [row for holder in holders for row in holder.table()]
         names = {
             labels[0]
@@ -449,21 +489,37 @@ class TrainingEngine:
 
     def clear(self) -> None:
         """Drop all graphs and free their memory. Training can continue; it warms up and captures again."""
-        for graphs in self._modules:
+        for graphs in self._attached_graphs():
             graphs.clear()
         for iteration in self._iterations:
             iteration.clear()
 
-    def detach(self) -> None:
-        """Restore the model and drop all graphs."""
+    def detach(self, model: nn.Module | Sequence[nn.Module] | None = None) -> None:
+        """Restore all models and drop all graphs; with a `model` that was attached, only that one and its graphs."""
+        networks = self._networks if model is None else [self._network_of(model)]
+        for network in networks:
+            for graphs in network.graphs:
+                graphs.detach()
+            for adapter in network.adapters:
+                adapter.end()
+        self._networks = [network for network in self._networks if network not in networks]
+        if model is not None:
+            return
         self.clear()
-        for graphs in self._modules:
-            graphs.detach()
         for adapter in self._adapters:
             adapter.end()
-        self._modules, self._adapters, self._is_attached = [], [], False
-        self._iterations = []
+        self._adapters, self._iterations = [], []
         self._replaced_chunks.clear()
+
+    def _network_of(self, model: nn.Module | Sequence[nn.Module]) -> Network:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        for network in self._networks:
+            if len(network.models) == len(models) and all(map(operator.is_, network.models, models)):
+                return network
+        raise ConfigError("detach(model): this model is not attached; pass what attach() was called with")
+
+    def _attached_graphs(self) -> list[TrainingGraphs | TransformerEngineGraphs]:
+        return [graphs for network in self._networks for graphs in network.graphs]
 
     def _paths(self, model: Any) -> list[str]:
         """Return the paths to capture by default. A data-parallel wrapper stays outside: it reduces in its forward."""
@@ -497,6 +553,15 @@ class TrainingEngine:
         """Return all generators that captured code may use; CUDA registers its default generator with every graph."""
         own = [pool.backend.default_generator] if pool.backend.name == "cpu" else []
         return list({id(generator): generator for generator in (*own, *generators)}.values())
+
+
+def _unused_name(name: str, models: Sequence[nn.Module], names: Container[str]) -> str:
+    """Return the name of a part, with the class of its model and a number if another network has such a part."""
+    kind = type(models[0]).__name__
+    path = "" if name == kind else f".{name}"
+    numbered = (f"{kind}[{number}]{path}" for number in itertools.count(2))
+    candidates = itertools.chain([name, f"{kind}{path}"], numbered)
+    return next(candidate for candidate in candidates if candidate not in names)
 
 
 def _attachment_of(models: Sequence[nn.Module], parts: Sequence[Part]) -> Attachment:

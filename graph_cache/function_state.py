@@ -26,6 +26,7 @@ from graph_cache.host_reads import (
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
+from graph_cache.parametrizations import caches, is_cached
 from graph_cache.process_state import ProcessState
 from graph_cache.quantizers import Quantizers
 from graph_cache.torch_settings import autocast_state, settings
@@ -73,7 +74,7 @@ class FunctionState:
         """Return the modes of the process and the values that a capture bakes in now."""
         modes = [module.training for module in self._modules]
         kinds = map(type, self._modules)
-        process = autocast_state(), settings(), precision_autocast()
+        process = autocast_state(), settings(), precision_autocast(), caches()
         return *process, *modes, *kinds, hooks_of(self._modules), self._versions.current()
 
     def captured(self) -> None:
@@ -128,6 +129,8 @@ class FunctionState:
                     reasons.append(f"may read the iterator {', '.join(iterators)}")
                 unwatched = unwatched_reads(namespaces)
                 kept = keeps and bool(found or iterators or unwatched)  # another run would change these again
+                if is_cached([*self._modules, *reads.modules.values()]):
+                    reasons.append("reads weights of parametrize.cached(): make its first call outside")
                 reasons += unwatched + refused_reads(self._ran, self._device)
                 reasons += audit.refusals(self._device)
                 versions.exclude(state.changed, made=False)

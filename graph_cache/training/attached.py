@@ -173,6 +173,8 @@ class AttachedModule:
         self._attribute = COMPILED_CALL if compiled_in_place else part.method
         self.before = vars(module).get(self._attribute)
         wraps_compiled = part.method == FORWARD and is_compiled(module)  # the compiled call of another module
+        if isinstance(self.before, InterceptedMethod):
+            raise GraphConfigError(f"{name} is already attached; detach it first")
         if (
             self._attribute == part.method
             and self.before is not None
@@ -181,8 +183,6 @@ class AttachedModule:
             raise GraphConfigError(
                 f"{name}: its {part.method} is already replaced ({self.before!r}); detach the replacement first"
             )
-        if isinstance(self.before, InterceptedMethod):
-            raise GraphConfigError(f"{name} is already attached; detach it first")
         self.original: Callable[..., Any] = getattr(module, self._attribute)
         self.eager = _current_method(module, self._attribute) if self._is_class_method(self.original) else self.original
         self._interception: InterceptedMethod | None = None

@@ -24,7 +24,7 @@ from graph_cache.training.graphed_call import GraphedCall
 class Lease:
     """The use of a pair of graphs by one forward.
 
-    The backward ends it with `release(index)`. If autograd frees the history before any backward, `abandon(index)` is
+    The last backward ends it with `release(index)`. If autograd frees the history before any backward, `abandon(index)` is
     called instead, or `release` if `abandon` is None.
     """
 
@@ -64,18 +64,23 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             f"{call.name}: {DOUBLE_BACKWARD}. Calls of this signature run eager from the next step on; they would have "
             "from the start if this backward had occurred during warm-up"
         )
-    if lease.ended:
+    if lease.ended and call.reads_saved_tensors:
         raise GraphError(
-            f"the backward of {call.name} was run twice: a graph's backward runs once per forward, because the next "
-            "forward reuses its memory; detach the module from its graphs to use retain_graph=True"
+            f"the backward of {call.name} was run a second time, after one without retain_graph=True: its saved tensors "
+            "are freed. Set retain_graph=True in the first backward"
         )
-    ctx.saved_tensors  # noqa: B018 (raises, as eager does, if one was written in place since the forward)
+    if call.reads_saved_tensors:
+        ctx.saved_tensors  # noqa: B018 (raises, as eager does, if one was written in place since the forward)
     results = call.replay_backward(grads)
     for index in ctx.cloned:
         if results[index] is not None:
             results[index] = copy_of(results[index])
-    lease.end()
+    if not _retains_graph():  # else another backward may follow: no forward may use the pair until the history is freed
+        lease.end()
     return (None, None, *results)
+
+
+_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now
 
 
 class _Replay(torch.autograd.Function):
@@ -89,6 +94,7 @@ class _Replay(torch.autograd.Function):
             for index in call.inputs_requiring_grad
             if index not in call.grads_read_in_place or type(tensors[index].grad_fn) is not _REPLAY_NODE
         ]
+        ctx.cloned += range(len(tensors) - len(call.repeated_inputs), len(tensors))
         outputs = call.replay_forward(tensors)
         saved = [tensors[index] for index in call.saved_arguments] + [outputs[index] for index in call.saved_outputs]
         ctx.save_for_backward(*saved)
@@ -110,7 +116,7 @@ _apply = super(torch.autograd.Function, _Replay).apply
 
 def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Replay the forward with these inputs, and return outputs with a history that replays the backward graph."""
-    return _apply(call, lease, *tensors, *call.parameters)
+    return _apply(call, lease, *tensors, *call.parameters, *[tensors[index] for index in call.repeated_inputs])
 
 
 SeesGradients = Callable[[Sequence[Tensor | None]], None] | None

@@ -12,6 +12,13 @@ from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 
 
+@dataclass
+class Running:
+    """Whether an attached module runs eager or is captured now: modules inside it run eager, as part of it."""
+
+    active: bool = False
+
+
 @dataclass(frozen=True)
 class CaptureContext:
     """Pool, counters, generators and external state shared by all captures.
@@ -21,9 +28,12 @@ class CaptureContext:
     `state` maps names to tensors outside the captured modules that the modules write, such as Megatron's sums of
     auxiliary losses. The mapping is read again each time. A capture restores these tensors, and graphs are dropped when
     one of them moves.
+
+    `running` is shared by all attached modules of an engine.
     """
 
     pool: GraphPool
     stats: CacheStats
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    running: Running = field(default_factory=Running)

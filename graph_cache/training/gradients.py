@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -195,6 +196,53 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     leaves = [output for output in outputs if output.grad_fn is None and output.requires_grad]
     leaves += [node.variable for node in history_of(outputs) if hasattr(node, "variable")]  # accumulates into a leaf
     return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+MAX_USES = 16  # gradients of one tensor that are kept apart, each in memory of its size
+
+
+class Uses:
+    """Where the history of some outputs uses some tensors.
+
+    A tensor that is used several times gets a gradient from each use, and autograd adds them in the order in which they
+    arrive. The order matters in the last bits if the tensor gets gradients from elsewhere in the same backward.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]):
+        indices = {_edge_to(tensor): index for index, tensor in enumerate(tensors)}
+        self._places: list[tuple[Node, int, int]] = []  # node, position among its inputs, index of the tensor
+        self.counts = [0] * len(tensors)
+        for node in history_of(outputs):
+            for position, (following, number) in enumerate(node.next_functions):
+                variable = getattr(following, "variable", None)
+                edge = (following, number) if variable is None else (id(variable), 0)
+                if following is not None and edge in indices:
+                    self._places.append((node, position, indices[edge]))
+                    self.counts[indices[edge]] += 1
+
+    @contextmanager
+    def gradients(self) -> Iterator[list[list[Tensor]]]:
+        """Yield, for each tensor, the gradients of its uses in the order in which a backward in the block adds them."""
+        found: list[list[Tensor]] = [[] for _ in self.counts]
+
+        def arrived(position: int, index: int, grads: Sequence[Tensor | None], _: Any) -> None:
+            if (grad := grads[position]) is not None:
+                found[index].append(grad)
+
+        handles = [
+            node.register_hook(functools.partial(arrived, position, index))
+            for node, position, index in self._places
+            if 1 < self.counts[index] <= MAX_USES
+        ]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _edge_to(tensor: Tensor) -> tuple[Any, int]:
+    return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def saved_storages(outputs: Sequence[Tensor]) -> set[int]:

@@ -7,7 +7,8 @@ give their memory to later backwards of the same microbatch. The order of calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -37,9 +38,11 @@ from graph_cache.training.call import (
 )
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.gradients import (
+    MAX_USES,
     Copies,
     GradientMemory,
     UncopiedGradients,
+    Uses,
     functions_of,
     leaves_of,
     saved_storages,
@@ -60,6 +63,9 @@ class GraphedCall:
     - A capture restores the module's buffers (running statistics) and the parameters' `main_grad`.
     - With `returns_uncopied`, set before the capture of the backward, parameter gradients have memory of their own and
       are returned without a copy; otherwise replays return copies.
+    - Gradients of a parameter that the call uses several times, and of inputs in `separate`, are returned apart, one for
+      each use: autograd then adds them in eager's order. `parameters` and `repeated_inputs` name such tensors several
+      times.
     - `backward` is the key of the recorded backward; None if there was none. A backward with another key (gradients
       with other strides, other unused outputs, other settings) runs eager, on the tensors that the graph saved.
     """
@@ -75,6 +81,7 @@ class GraphedCall:
         backward: BackwardKey | None,
         context: CaptureContext,
         memory: Memory,
+        separate: Container[int] = (),
     ):
         self.name = owner.name
         self.key = key
@@ -84,6 +91,11 @@ class GraphedCall:
         # Trained parameters, after the capture of the forward those that its outputs depend on, and their aliases.
         self.parameters = trainable(owner.scope)
         self._leaves: list[Tensor] = []
+        self._separate = separate
+        self._given: list[Tensor] = []  # the inputs as the forward got them
+        self.repeated_inputs: list[int] = []  # the index of an input for each use after the first
+        self.repeated_grads: list[Tensor | None] = []
+        self.most_uses = 0  # of a parameter
         # Storages that the forward uses besides its inputs, by address: kept alive, since graphs read them by address.
         self.used: dict[int, torch.UntypedStorage] = {}
         # Places in Python state in which the forward stores results without history.
@@ -97,6 +109,7 @@ class GraphedCall:
         self.saved_arguments: list[int] = []
         self.saved_outputs: list[int] = []
         self.inputs_requiring_grad = [index for index, tensor in enumerate(self.inputs) if tensor.requires_grad]
+        self.reads_saved_tensors = True  # whether the backward does; it may always run again if not
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
         self.cloned_outputs: set[int] = set()  # indices of outputs that are returned as copies
@@ -172,8 +185,10 @@ class GraphedCall:
         aliases = dict(zip(self.parameters, self._aliases.trainable, strict=True))
         self.parameters = [parameter for parameter, alias in aliases.items() if id(alias) in reached]
         self._leaves = [aliases[parameter] for parameter in self.parameters]
+        self._repeat_tensors()
         is_known = self._ran is not None and not self._ran.packs_saved_tensors
         saved = saved_storages(self.outputs) if is_known else set()
+        self.reads_saved_tensors = bool(saved) or not is_known
         self.saved_arguments = _indices_in([*self.inputs, *self._leaves], saved)
         self.saved_outputs = _indices_in(self.outputs, saved)
         self._replay_forward = self._forward_graph.bare_replay
@@ -181,6 +196,18 @@ class GraphedCall:
         if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
             strides = tuple([torch.ones_like(self.outputs[index]).stride() for index in self.differentiable])
             self._backward_key = BackwardKey(strides, NO_AUTOCAST, self.key.settings)
+
+    def _repeat_tensors(self) -> None:
+        """Name parameters and inputs with several gradients several times."""
+        inputs = [index for index in self.inputs_requiring_grad if index in self._separate]
+        counts = Uses(self.outputs, [*self._leaves, *[self._given[index] for index in inputs]]).counts
+        self.most_uses = max(counts[: len(self._leaves)], default=0)
+        counts = [count if count <= MAX_USES else 1 for count in counts]
+        of_leaves = list(zip(self.parameters, self._leaves, counts, strict=False))
+        self.parameters = [parameter for parameter, _, count in of_leaves for _ in range(count)]
+        self._leaves = [leaf for _, leaf, count in of_leaves for _ in range(count)]
+        of_inputs = zip(inputs, counts[len(of_leaves) :], strict=True)
+        self.repeated_inputs = [index for index, count in of_inputs for _ in range(1, count)]
 
     def used_outputs(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the index of each output that gets a gradient in the captured backward, and the gradient's strides."""
@@ -222,7 +249,11 @@ class GraphedCall:
                 None if grad is None else self._pool.backend.borrow(grad) for grad in self.parameter_grads
             ]
         self._copies = Copies(self.parameter_grads)
-        self._static_grads = [*self.input_grads, *self._with_dummy_grads(self.parameter_grads)]
+        self._static_grads = [
+            *self.input_grads,
+            *self._with_dummy_grads(self.parameter_grads),
+            *self.repeated_grads,
+        ]
         self._replay_backward = self._backward_graph.bare_replay
         self._static_grad_outputs = [
             (index, static.data_ptr(), static)
@@ -235,7 +266,7 @@ class GraphedCall:
                 f"{self.name} contains {', '.join(self._wrappers)}, whose forward prepares the reduction of gradients, "
                 "which a replay would skip: attach modules inside the wrapper"
             )
-        inputs = as_leaves(self.key, self.inputs)
+        self._given = inputs = as_leaves(self.key, self.inputs)
         args, kwargs = unflatten_call(self.key, inputs)
         hooks = TensorHooks([*inputs, *self._aliases.trainable])
         with (
@@ -293,7 +324,7 @@ class GraphedCall:
 
     def _run_backward(self) -> None:
         leaves = self._leaves
-        self.input_grads = self.parameter_grads = []
+        self.input_grads = self.parameter_grads = self.repeated_grads = []
         writing = self._gradient_memory.writing_in_place() if self._gradient_memory is not None else nullcontext()
         outputs = [self.outputs[index] for index, _ in self.used_outputs()]
         assert self._backward_key is not None
@@ -310,7 +341,7 @@ class GraphedCall:
             functions=functions_of(outputs),
         )
         with self._refuse_nested_backward(), changes as reads, modes, writing:
-            self.input_grads, grads = self._differentiate(outputs, self.grad_outputs)
+            self.input_grads, grads, self.repeated_grads = self._differentiate(outputs, self.grad_outputs)
         self.backward_reads = reads
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
         self._added_to_main_grad = [
@@ -319,26 +350,42 @@ class GraphedCall:
         self._dummy_grads = [grad if is_added else None for grad, is_added in zip(grads, added, strict=True)]
         grads = [None if is_added else grad for grad, is_added in zip(grads, added, strict=True)]
         if self._gradient_memory is not None:
-            self.input_grads, grads = self._gradient_memory.assign(self.input_grads, grads)
+            outside, grads = self._gradient_memory.assign([*self.input_grads, *self.repeated_grads], grads)
+            self.input_grads, self.repeated_grads = outside[: len(self.inputs)], outside[len(self.inputs) :]
         self.parameter_grads = grads
 
     def _differentiate(
         self, outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Return the gradients of the inputs and of the parameters, computed by autograd."""
-        wanted = [tensor for tensor in (*self.inputs, *self._leaves) if tensor.requires_grad]
-        grads: list[Tensor | None] = list(
-            torch.autograd.grad(
-                outputs,
-                wanted,
-                grad_outputs,
-                retain_graph=True,
-                allow_unused=True,  # retain_graph: memory of saved tensors must never be reused by another graph
-            )
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the inputs, of the parameters and of the repeated inputs, computed by autograd."""
+        leaves = list({id(leaf): leaf for leaf in self._leaves}.values())
+        wanted = [tensor for tensor in (*self.inputs, *leaves) if tensor.requires_grad]
+        several = [leaf for leaf, count in Counter(map(id, self._leaves)).items() if count > 1]
+        repeated = list(dict.fromkeys(self.repeated_inputs))
+        uses = Uses(
+            outputs, [*[leaf for leaf in leaves if id(leaf) in several], *[self._given[index] for index in repeated]]
         )
-        input_grads = iter(grads[: len(self.inputs_requiring_grad)])
-        of_inputs = [next(input_grads) if tensor.requires_grad else None for tensor in self.inputs]
-        return of_inputs, grads[len(self.inputs_requiring_grad) :]
+        with uses.gradients() as of_uses:
+            grads: list[Tensor | None] = list(
+                torch.autograd.grad(
+                    outputs,
+                    wanted,
+                    grad_outputs,
+                    retain_graph=True,
+                    allow_unused=True,  # retain_graph: memory of saved tensors must never be reused by another graph
+                )
+            )
+        found: dict[int, Iterator[Tensor | None]] = {
+            id(tensor): iter([grad]) for tensor, grad in zip(wanted, grads, strict=True)
+        }
+        of_repeated = [*several, *[id(self.inputs[index]) for index in repeated]]
+        found |= {tensor: iter(separate) for tensor, separate in zip(of_repeated, of_uses, strict=True)}
+
+        def following(tensor: Tensor) -> Tensor | None:
+            return next(found[id(tensor)], None) if id(tensor) in found else None
+
+        of_inputs, of_parameters = list(map(following, self.inputs)), list(map(following, self._leaves))
+        return of_inputs, of_parameters, [following(self.inputs[index]) for index in self.repeated_inputs]
 
     @contextmanager
     def _refuse_nested_backward(self) -> Iterator[None]:
@@ -366,7 +413,8 @@ class GraphedCall:
         return [distinct(tensor.data) for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
-        grads = [grad for grad in (*self.input_grads, *self.parameter_grads) if grad is not None]
+        grads = [*self.input_grads, *self.parameter_grads, *self.repeated_grads]
+        grads = [grad for grad in grads if grad is not None]
         return [*self._main_grads, *map(distinct, self.grad_outputs), *grads]
 
     # ---- replay ----------------------------------------------------------------------------------------------------
@@ -407,7 +455,7 @@ class GraphedCall:
         return [(storage, storage_users(storage)) for storage in sorted(storages)]
 
     def replay_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward, and return gradients of inputs, then of parameters.
+        """Replay the backward, and return gradients of inputs, then of parameters, then of repeated inputs.
 
         `grads` holds the gradient of each output, or None. Returned input gradients are static: the next graph in this
         memory may overwrite them. Parameter gradients keep their values while referenced.
@@ -427,6 +475,7 @@ class GraphedCall:
             return [None if grad is None else grad.detach() for grad in self._static_grads]
         results = [None if grad is None else grad.detach() for grad in self.input_grads]
         results += self._with_dummy_grads(self._copies())
+        results += [None if grad is None else grad.detach() for grad in self.repeated_grads]
         if saved is not None:
             self._uncopied_gradients.restore(saved)
         return results
@@ -439,14 +488,14 @@ class GraphedCall:
             if hasattr(leaf, ADDED):
                 setattr(leaf, ADDED, False)
         used = [index for index in self.differentiable if grads[index] is not None]
-        of_inputs, of_parameters = self._differentiate(
+        of_inputs, of_parameters, of_repeated = self._differentiate(
             [self.outputs[index] for index in used], [grad for grad in grads if grad is not None]
         )
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
             if getattr(leaf, ADDED, False):
                 setattr(parameter, ADDED, True)
         # Copies: a gradient may be a saved tensor, which the next replay overwrites.
-        return [None if grad is None else copy_of(grad) for grad in (*of_inputs, *of_parameters)]
+        return [None if grad is None else copy_of(grad) for grad in (*of_inputs, *of_parameters, *of_repeated)]
 
     def _with_dummy_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return parameter gradients, with the backward's dummies for those that were added to a main_grad."""
@@ -461,7 +510,7 @@ class GraphedCall:
         self._replay_backward = self._backward_graph.replay
         self._forward_graph.close()
         self._backward_graph.close()
-        self.inputs = self.outputs = self.grad_outputs = []
+        self.inputs = self.outputs = self.grad_outputs = self._given = self.repeated_grads = []
         self.used, self.stored, self.namespaces, self._forward_audit = {}, [], [], StorageAudit()
         self.backward_reads = Reads()
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []

@@ -61,8 +61,10 @@ from graph_cache.training.compiled import is_compiled, reached_from, without_com
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
+from graph_cache.parametrizations import is_cached
 from graph_cache.training.reasons import (
     ARGUMENT_GRADIENT,
+    CACHED_PARAMETRIZATION,
     ELSEWHERE,
     NO_MEMORY,
     OBJECT,
@@ -203,6 +205,9 @@ class CapturedIteration:
             return self._eager(args, kwargs)
         if precision_autocast() is not None:
             self._stats.fallbacks[self.name, SCOPE, PRECISION_AUTOCAST] += 1
+            return self._eager(args, kwargs)
+        if is_cached(self._known_modules()):
+            self._stats.fallbacks[self.name, SCOPE, CACHED_PARAMETRIZATION] += 1
             return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
         if any(is_sparse(one) or one.is_quantized or is_lazy(one) or overlaps(one) for one in tensors):

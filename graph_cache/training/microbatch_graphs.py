@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from graph_cache.layout import distinct
 from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import BackwardKey, CallKey, Expected, as_kind, is_sparse
 from graph_cache.training.capture_context import CaptureContext
+from graph_cache.training.gradients import MAX_USES
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.parameter_aliases import trainable
 from graph_cache.training.replay_order import ReplayOrder
@@ -108,6 +110,7 @@ class MicrobatchGraphs:
         self._context, self._states = context, states
         self._memory = context.pool.new_memory()
         self._retired = False
+        self._repeated: Container[AttachedModule] = ()
         self._samples: list[Sample] = []
         self._recorded_inputs = RecordedInputs(self.order)
         self._output_sources: dict[int, Source] = {}  # address of a recorded output -> its source
@@ -199,8 +202,12 @@ class MicrobatchGraphs:
         self._live_outputs, self._output_sources = {}, {}
         self._recorded_inputs.clear()
 
-    def capture(self) -> None:
-        """Capture the recorded calls. If the capture of a call fails, it gets no pair and runs eager from then on."""
+    def capture(self, repeated: Container[AttachedModule] = ()) -> None:
+        """Capture the recorded calls. If the capture of a call fails, it gets no pair and runs eager from then on.
+
+        `repeated`: modules that are called several times before a backward.
+        """
+        self._repeated = repeated
         self._capture_forwards()
         while not self._capture_backwards():
             self._close_all()
@@ -298,7 +305,9 @@ class MicrobatchGraphs:
             inputs.append(static.requires_grad_(tensor_signature[4]))
         if key.kinds:
             inputs = list(map(as_kind, inputs, key.kinds))
-        pair = GraphedCall(owner, key, inputs, sample.backward, self._context, self._memory)
+        pair = GraphedCall(
+            owner, key, inputs, sample.backward, self._context, self._memory, self._inputs_of_several_calls(index)
+        )
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
         label = (owner.name, SCOPE, "forward", rows)
         entry = CapturedCall(
@@ -307,6 +316,20 @@ class MicrobatchGraphs:
         self.order.pairs[index] = entry
         pair.capture_forward()
         entry.is_tensor = pair.result.is_tensor
+        if pair.most_uses > MAX_USES and owner in self._repeated:
+            raise CaptureRefused(
+                f"{owner.name} uses a parameter {pair.most_uses} times, and is called several times before a backward: "
+                f"replays keep the order of at most {MAX_USES} gradients: call it once for all inputs"
+            )
+
+    def _inputs_of_several_calls(self, index: int) -> set[int]:
+        """Return which inputs of a call other calls take too, or the call takes from outside with a gradient."""
+        taken = Counter(source for sample in self._samples for source in sample.sources if source is not None)
+        return {
+            position
+            for position, source in enumerate(self._samples[index].sources)
+            if source is None or taken[source] > 1
+        }
 
     def _capture_backward(self, index: int) -> None:
         """Capture a backward. If a single later call took an output, read its gradient where that call leaves it."""

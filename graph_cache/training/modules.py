@@ -29,7 +29,9 @@ from graph_cache.training.call import Result, flatten_call, input_refusal, objec
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.parametrizations import is_cached, uncached
 from graph_cache.training.reasons import (
+    CACHED_PARAMETRIZATION,
     HOOKS,
     NO_GRAD,
     NO_INSTANCE,
@@ -80,7 +82,7 @@ class TrainingGraphs:
         self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
         self._object_keys: Counter[tuple[AttachedModule, int]] = Counter()  # signatures that differ in objects only
         self._outstanding = 0  # eager and recorded calls that await their backward
-        self._busy = False  # inside a capture or an attached module: nested modules run eager
+        self._running = context.running
 
     # ---- attaching -------------------------------------------------------------------------------------------------
 
@@ -141,12 +143,14 @@ class TrainingGraphs:
 
     def _call(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Intercepted call. Fast path: within a step, a call that matches the next recorded one replays at once."""
-        if self._busy:
+        if self._running.active:
             return attached.eager(*args, **kwargs)
         if _transforms_active() or forward_ad._current_level >= 0 or _tracing_state() is not None or modes_active():
             return self._eager(attached, args, kwargs, TRANSFORM)
         if _saved_tensor_hooks(True) is not None:  # a checkpoint or offload around this needs eager's saved tensors
             return self._eager(attached, args, kwargs, SAVED_TENSOR_HOOKS)
+        if is_cached(attached.submodules):
+            return self._eager(attached, args, kwargs, CACHED_PARAMETRIZATION, track_backward=True)
         if records_gradients():
             for recorded in self._recorded_steps:
                 graphs = recorded.current
@@ -268,14 +272,15 @@ class TrainingGraphs:
         recorded.retire()
 
     def _capture(self, recorded: RecordedStep) -> None:
-        self._busy = True
+        self._running.active = True
         try:
-            recorded.capture()
+            with uncached():
+                recorded.capture()
         except BaseException:
             recorded.retire()
             raise
         finally:
-            self._busy = False
+            self._running.active = False
         self._recorded_steps.append(recorded)
         for signature, entry in recorded.captured():
             entry.pair.refuse_double_backward = functools.partial(self._doubled.add, signature)
@@ -325,13 +330,13 @@ class TrainingGraphs:
 
     def _run_eager(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the eager forward. Attached modules inside it run eager as part of it."""
-        self._busy = True
+        self._running.active = True
         try:
             # The capture retains the autograd graph, and compiled functions inside must allow that.
             with keeping_history() if torch.is_grad_enabled() else nullcontext():
                 return attached.eager(*args, **kwargs)
         finally:
-            self._busy = False
+            self._running.active = False
 
     def _track_backward(self, value: Any, doubled: Callable[[], None]) -> Any:
         """Return the same value with its backward counted as outstanding: a step lasts until all backwards are done."""

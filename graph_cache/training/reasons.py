@@ -14,6 +14,7 @@ ARGUMENT_GRADIENT = "argument_gradient"
 NO_GRAD = "no_gradient"
 SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 TRANSFORM = "transform"
+CACHED_PARAMETRIZATION = "cached_parametrization"
 PRECISION_AUTOCAST = "precision_autocast"
 OTHER_BACKWARD = "other_backward"
 HOOKS = "hooks_inside"
@@ -30,6 +31,7 @@ REASONS = (
     NO_GRAD,
     SAVED_TENSOR_HOOKS,
     TRANSFORM,
+    CACHED_PARAMETRIZATION,
     PRECISION_AUTOCAST,
     OTHER_BACKWARD,
     HOOKS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -123,12 +124,17 @@ class RecordedStep:
         }.values()
         for owner in owners:
             owner.refresh()  # modes may have changed since its last call
+        calls = Counter(
+            graphs.order.signature(index)[0]
+            for graphs in self.graphs_of_microbatches
+            for index in range(len(graphs.order))
+        )
         self._context.pool.trim()  # graphs can't use memory cached by eager steps
         with self._context.pool.session(), without_compiling(self._context.pool.backend), ExitStack() as hooks:
             for owner in owners:
                 hooks.enter_context(owner.hooks_put_aside())
             for graphs in self.graphs_of_microbatches:
-                graphs.capture()
+                graphs.capture({owner for owner, count in calls.items() if count > 1})
         entries = self.entries()
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
             pairs = [entry.pair for entry in entries if entry.owner is owner]

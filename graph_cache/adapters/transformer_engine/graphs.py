@@ -106,7 +106,7 @@ class TransformerEngineGraphs:
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet
-        self._busy = False  # inside a capture or a layer; nested layers run eagerly
+        self._running = context.running
         self._forget(CaptureStatus.EVICTED)
 
     def _forget(self, cause: CaptureStatus) -> None:
@@ -133,7 +133,7 @@ class TransformerEngineGraphs:
         return lambda _, args, kwargs: self._call(layer, args, kwargs)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._busy or self.job.pool.backend.is_capturing():
+        if self._running.active or self.job.pool.backend.is_capturing():
             return layer.attached.eager(*args, **kwargs)
         if not records_gradients():
             return self._run_eager(layer, args, kwargs, NO_GRAD)
@@ -188,11 +188,11 @@ class TransformerEngineGraphs:
     def _run_eager(self, layer: Layer, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
         """Run the eager forward and count the fallback. Nested layers run as part of it."""
         self.job.stats.fallbacks[layer.name, "forward", reason] += 1
-        self._busy = True
+        self._running.active = True
         try:
             return layer.attached.eager(*args, **kwargs)
         finally:
-            self._busy = False
+            self._running.active = False
 
     def _track_backward(self, tensors: Iterable[Tensor]) -> None:
         """Keep the step open until the backward of an eager call has run or its autograd graph is freed."""
@@ -309,7 +309,7 @@ class TransformerEngineGraphs:
             return
         self._hold_accumulators()
         self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
-        self._busy = True
+        self._running.active = True
         try:
             graph_set, keywords, added = self._make_graphs(chunks, modules)
         except CaptureError as error:
@@ -318,7 +318,7 @@ class TransformerEngineGraphs:
             for layer in self._layers:
                 self.job.stats.capture_failed(layer.name, SCOPE, error)
         finally:
-            self._busy = False
+            self._running.active = False
             self._accumulators = {}  # replays and eager calls don't need them
         if self._state.failed:  # outside `except`: the error no longer references memory of the capture
             self.job.pool.trim()
