@@ -58,7 +58,7 @@ class CallAdapter(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """What one call of `attach` captures: graphs of the language model, then of the encoder, and changes of the model."""
+    """What one call of `attach` captures. `graphs`: of the language model, then of the encoder."""
 
     models: Sequence[nn.Module]
     parts: Sequence[Part]
@@ -175,7 +175,7 @@ class TrainingEngine:
     def _named_apart(
         self, models: Sequence[nn.Module], sections: Sequence[tuple[Attachment, MegatronGraphConfig]]
     ) -> list[tuple[Attachment, MegatronGraphConfig]]:
-        """Return the sections with names that no other network has. Raises ConfigError for a part of another network."""
+        """Return the sections, with names that no other network has. Raises ConfigError for parts of another."""
         attached = [part for network in self._networks for part in network.parts]
         inside = {id(module): part.name for part in attached for module in part.module.modules()}
         whole = {(id(part.module), part.method) for part in attached}

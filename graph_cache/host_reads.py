@@ -13,6 +13,7 @@ import types
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import getattr_static
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import storage_of
 from graph_cache.garbage import no_garbage_collections
-from graph_cache.host_state import LIBRARIES, REGISTRIES
+from graph_cache.host_state import LIBRARIES, REGISTRIES, global_names
 from graph_cache.keys import IdentityKey
 from graph_cache.namespaces import (
     MISSING,
@@ -147,6 +148,30 @@ class Reads:
         self._names: tuple[int, set[str]] = 0, set(self._given)  # as of that number of codes, as is the next
         self._own_names: tuple[int, set[str]] = 0, set()
         self._globals: dict[int, dict[str, Any]] = {}  # that code outside of installed packages ran with
+
+    @classmethod
+    def of_calls(cls, modules: Iterable[nn.Module], function: Any = None) -> Reads:
+        """Return the code that calls of these modules and of a function may run, without running it.
+
+        For compiled code, which can't be observed: the forwards, and the functions and methods that they name.
+        """
+        reads = cls()
+        todo = [(None, function)]
+        todo += [(type(module), vars(module).get("forward", type(module).forward)) for module in modules]
+        while todo:
+            owner, value = todo.pop()
+            for one in _functions_in(value):
+                code = one.__code__
+                if code in reads or code.co_filename.startswith(_LIBRARIES) or _is_of_the_core(code.co_filename):
+                    continue
+                reads._codes[id(code)] = code
+                if _is_own(code.co_filename):
+                    reads._globals[id(code)] = one.__globals__
+                for name in global_names(code):
+                    todo.append((owner, getattr_static(owner, name, None)))
+                    todo.append((owner, one.__globals__.get(name)))
+                todo += [(owner, _content(cell)) for cell in one.__closure__ or ()]
+        return reads
 
     def __contains__(self, code: object) -> bool:
         return id(code) in self._codes
@@ -273,6 +298,19 @@ class Reads:
                 self.made[storage._cdata] = StorageWeakRef(storage)
 
 
+def _functions_in(value: Any) -> list[types.FunctionType]:
+    """Return the function behind a method, a property, a compiled function or a wrapper, as a list of at most one."""
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        value = getattr(value, "_torchdynamo_orig_callable", value)
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, (functools.partial, functools.cached_property)):
+        value = value.func
+    return [value] if isinstance(value, types.FunctionType) else []
+
+
 def _computes_names(code: types.CodeType) -> bool:
     return not COMPUTES_NAMES.isdisjoint(code.co_names)
 
@@ -362,7 +400,7 @@ def tensor_facts_read(ran: Reads | None, device: torch.device) -> list[str]:
 
 
 def generator_state_read(ran: Reads | None) -> list[str]:
-    """Return why a run that reads the state of a random generator can't be replayed, as a list of at most one reason."""
+    """Return why a run can't be replayed that reads the state of a generator, as a list of at most one reason."""
     if ran is None or not (found := GENERATOR_STATE & ran.own_names):
         return []
     return [f"reads the state of a random generator ({', '.join(sorted(found))}): pass the value"]
@@ -722,9 +760,9 @@ def _absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
 
 
 def _indirect_names(namespaces: Sequence[Namespace], reads: Reads) -> set[str]:
-    """Return the strings under the names that code reads that may be names themselves, as in `getattr(self, self.name)`.
+    """Return the strings under names that code reads, which may be names themselves, as in `getattr(self, self.name)`.
 
-    If the code computes names, also strings in containers (`getattr(self, self.names[index])`).
+    If the code computes names, also return strings in containers (`getattr(self, self.names[index])`).
     """
     names, computes = reads.names, reads.computes_names
     found = {

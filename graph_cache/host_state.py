@@ -46,7 +46,10 @@ MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no 
 MAX_OF_ANY_CODE = 20_000  # before a run was observed: of all that its functions may reach, the nearest
 # Modules of the standard library whose objects hold a user's values.
 RECORDS = frozenset(
-    ("types", "argparse", "collections", "configparser", "dataclasses", "multiprocessing", "queue", "weakref", "_thread")
+    (
+        *("types", "argparse", "collections", "configparser", "dataclasses", "multiprocessing", "queue", "weakref"),
+        "_thread",
+    )
 )
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
@@ -348,6 +351,8 @@ def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace
             yield TensorAttributes(path, vars(value), ran.own_names - FLAGS)
     elif not isinstance(value, NOT_FOLLOWED) and not _is_skipped(type(value).__module__):
         yield from _attributes_of(path, value)
+    elif isinstance(value, nn.Module):  # such as the wrapper that torch.compile returns
+        yield Items(f"{path}._modules", value._modules)
 
 
 def _contents_of(path: str, value: Any) -> Namespace | None:

@@ -497,7 +497,8 @@ def _is_memory(kind: type) -> bool:
 @functools.cache
 def _is_pointer(kind: type) -> bool:
     """Whether objects of this type refer to memory that they do not hold."""
-    return issubclass(kind, (ctypes._Pointer, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))
+    is_pointer = any(base.__name__ == "_Pointer" for base in kind.__mro__)
+    return is_pointer or issubclass(kind, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))
 
 
 def is_hidden(value: Any) -> bool:

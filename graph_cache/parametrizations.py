@@ -1,7 +1,7 @@
 """The cache of `torch.nn.utils.parametrize.cached()`: computed weights that calls within the block share.
 
-A graph computes a weight at every replay, and eager reads the cached one, so calls within the block run eager. A capture
-runs outside of it: a weight that it computed would stay in the cache, with the history of the capture.
+A graph computes a weight at every replay, and eager reads the cached one, so calls within the block run eager. Captures
+ignore the cache: a weight that they computed would stay in it, with the history of the capture.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from graph_cache.errors import GraphConfigError
 from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions, unwatched_reads
 from graph_cache.host_state import ANY_CODE, HostState, reachable
 from graph_cache.training.ambient_state import AmbientState
-from graph_cache.training.compiled import COMPILED_CALL, is_compiled
+from graph_cache.training.compiled import COMPILED_CALL, at_compile_time, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,10 @@ def is_data_parallel(module: nn.Module) -> bool:
     return any(base.__name__ in DATA_PARALLEL for base in type(module).__mro__)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _same(value: Any) -> Any:
     """Return the value. Pickles name this function."""
     return value
@@ -119,11 +123,20 @@ def _call_eager(attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -
 class InterceptedMethod:
     """Replacement for the method of an attached module. A deep copy of the module gets the original method."""
 
-    def __init__(self, attached: AttachedModule, call: Callable[[Any, tuple, dict[str, Any]], Any]):
+    def __init__(
+        self,
+        attached: AttachedModule,
+        call: Callable[[Any, tuple, dict[str, Any]], Any],
+        count_compiled: Callable[[], None],
+    ):
         self._attached, self._call = attached, call
+        self._count_compiled = at_compile_time(count_compiled)
         functools.update_wrapper(self, attached.original)  # its name and signature, which some libraries inspect
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a model around this is compiled: its code contains the original
+            self._count_compiled()
+            return self._attached.eager(*args, **kwargs)
         carry = self._attached.carry
         if carry is not None:
             args, kwargs = carry.take(args, kwargs)
@@ -178,7 +191,7 @@ class AttachedModule:
         if (
             self._attribute == part.method
             and self.before is not None
-            and not (wraps_compiled or self._is_class_method(self.before))
+            and not (wraps_compiled or is_compiled(self.before) or self._is_class_method(self.before))
         ):
             raise GraphConfigError(
                 f"{name}: its {part.method} is already replaced ({self.before!r}); detach the replacement first"
@@ -236,9 +249,15 @@ class AttachedModule:
             and (call.__func__ is getattr(type(self.module), self.method, None))
         )
 
-    def take_over(self, call: Callable[[Any, tuple, dict[str, Any]], Any]) -> None:
-        """Redirect calls of the module to `call(self, args, kwargs)`."""
-        self._interception = InterceptedMethod(self, call)
+    def take_over(
+        self, call: Callable[[Any, tuple, dict[str, Any]], Any], count_compiled: Callable[[], None] = _nothing
+    ) -> None:
+        """Redirect calls of the module to `call(self, args, kwargs)`.
+
+        In code compiled by torch.compile around it, the module is not redirected: `count_compiled` is called instead,
+        once for each compilation.
+        """
+        self._interception = InterceptedMethod(self, call, count_compiled)
         setattr(self.module, self._attribute, self._interception)
         if self.carry is not None:
             self.carry.begin()
@@ -342,6 +361,11 @@ class AttachedModule:
         refusals: list[str] = []
         if self._unobserved:
             yield refusals
+            ran = Reads.of_calls(self.submodules, self.original)
+            with self.versions.extended() as versions:
+                namespaces = reachable(self.roots, ignored=self.ignored, ran=ran, names=ran.names_to_follow)
+                refusals += unwatched_reads(namespaces)
+                versions.add(namespaces, ran)
             return
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran

@@ -24,8 +24,8 @@ from graph_cache.training.graphed_call import GraphedCall
 class Lease:
     """The use of a pair of graphs by one forward.
 
-    The last backward ends it with `release(index)`. If autograd frees the history before any backward, `abandon(index)` is
-    called instead, or `release` if `abandon` is None.
+    A backward without retain_graph=True ends it with `release(index)`. If autograd frees the history before,
+    `abandon(index)` is called instead, or `release` if `abandon` is None.
     """
 
     __slots__ = ("_abandon", "_index", "_release")
@@ -66,8 +66,8 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         )
     if lease.ended and call.reads_saved_tensors:
         raise GraphError(
-            f"the backward of {call.name} was run a second time, after one without retain_graph=True: its saved tensors "
-            "are freed. Set retain_graph=True in the first backward"
+            f"the backward of {call.name} was run twice, the first time without retain_graph=True, which frees the "
+            "saved tensors: set it"
         )
     if call.reads_saved_tensors:
         ctx.saved_tensors  # noqa: B018 (raises, as eager does, if one was written in place since the forward)

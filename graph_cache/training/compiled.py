@@ -29,6 +29,20 @@ def is_compiled(value: Any) -> bool:
     return hasattr(value, "_torchdynamo_orig_callable")
 
 
+def at_compile_time(count: Callable[[], None]) -> Callable[[], bool]:
+    """Return a function that torch.compile calls once, while it compiles the caller.
+
+    As `torch._dynamo.assume_constant_result`, which would import the compiler.
+    """
+
+    def counted() -> bool:
+        count()
+        return True
+
+    counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return counted
+
+
 def keeping_history() -> AbstractContextManager:
     """Return a context in which compiled backwards don't overwrite their saved tensors (no donated buffers).
 

@@ -63,9 +63,8 @@ class GraphedCall:
     - A capture restores the module's buffers (running statistics) and the parameters' `main_grad`.
     - With `returns_uncopied`, set before the capture of the backward, parameter gradients have memory of their own and
       are returned without a copy; otherwise replays return copies.
-    - Gradients of a parameter that the call uses several times, and of inputs in `separate`, are returned apart, one for
-      each use: autograd then adds them in eager's order. `parameters` and `repeated_inputs` name such tensors several
-      times.
+    - Parameters that the call uses several times, and such inputs in `separate`, get a gradient for each use, which
+      autograd adds in eager's order. `parameters` and `repeated_inputs` name these tensors several times.
     - `backward` is the key of the recorded backward; None if there was none. A backward with another key (gradients
       with other strides, other unused outputs, other settings) runs eager, on the tensors that the graph saved.
     """

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from graph_cache.addresses import AddressBook
 from graph_cache.audit import StorageAudit, storage_of
@@ -37,6 +38,7 @@ from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.layout import copy_of, overlaps
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
+from graph_cache.parametrizations import is_cached
 from graph_cache.pool import GraphPool
 from graph_cache.process_state import ProcessState
 from graph_cache.quantizers import Quantizers, refuse_new_quantizers
@@ -57,14 +59,14 @@ from graph_cache.training.call import (
     objects_of,
     unflatten_call,
 )
-from graph_cache.training.compiled import is_compiled, reached_from, without_compiling
+from graph_cache.training.compiled import at_compile_time, is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
-from graph_cache.parametrizations import is_cached
 from graph_cache.training.reasons import (
     ARGUMENT_GRADIENT,
     CACHED_PARAMETRIZATION,
+    COMPILED,
     ELSEWHERE,
     NO_MEMORY,
     OBJECT,
@@ -195,11 +197,19 @@ class CapturedIteration:
         # Optimizers that step inside, in order of their first step.
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._count_compiled = at_compile_time(self._compiled_around)
         self._inspected = self._compiled = self._warned = self._ran_eager = False
 
-    @one_at_a_time
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one iteration. Threads run theirs one after another."""
+        if torch.compiler.is_dynamo_compiling():  # code around this is compiled: it contains the step
+            self._count_compiled()
+            result = self._step(*args, **kwargs)
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+        return self._run(args, kwargs)
+
+    @one_at_a_time
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if modes_active():
             self._stats.fallbacks[self.name, SCOPE, TRANSFORM] += 1
             return self._eager(args, kwargs)
@@ -239,6 +249,9 @@ class CapturedIteration:
             self._watch_more(signature)
             return result
         return self._capture(signature, state, key, tensors, args, kwargs)
+
+    def _compiled_around(self) -> None:
+        self._stats.fallbacks[self.name, SCOPE, COMPILED] += 1
 
     def clear(self) -> None:
         """Drop all graphs and release their memory.
@@ -454,6 +467,12 @@ class CapturedIteration:
             seen.refusals += self._optimizers_on_host()
             if hooks.have_changed():
                 seen.refusals.append(TensorHooks.REFUSAL)
+            ran = Reads.of_calls(self._known_modules(), self._step)
+            namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=ran, names=ran.names_to_follow)
+            if self._checks_attributes:
+                seen.refusals += unwatched_reads(namespaces)
+            self._watch.leave_out(self._known_modules())
+            self._watch.add(namespaces, ran)
             self._observations[key] = seen
             return
         reads, audit = Reads(), StorageAudit()

@@ -22,6 +22,7 @@ from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.host_state import objects_with_tensors
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
+from graph_cache.parametrizations import is_cached, uncached
 from graph_cache.torch_settings import modes_active, records_gradients
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
@@ -29,9 +30,9 @@ from graph_cache.training.call import Result, flatten_call, input_refusal, objec
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
-from graph_cache.parametrizations import is_cached, uncached
 from graph_cache.training.reasons import (
     CACHED_PARAMETRIZATION,
+    COMPILED,
     HOOKS,
     NO_GRAD,
     NO_INSTANCE,
@@ -98,7 +99,7 @@ class TrainingGraphs:
         found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
         call = OneThread(self.job.pool, self.stats).calls(self._call)
         for attached in found:
-            attached.take_over(call)
+            attached.take_over(call, functools.partial(self._count_compiled, attached.name))
             self.modules.append(attached)
         self._watched = Watched(self.modules)
 
@@ -162,6 +163,9 @@ class TrainingGraphs:
                 if tensors is not None:
                     return self._replay(graphs, index, entry, tensors)
         return self._dispatch(attached, args, kwargs)
+
+    def _count_compiled(self, name: str) -> None:
+        self.stats.fallbacks[name, "forward", COMPILED] += 1
 
     def _dispatch(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Full path: begin a step if no backward is outstanding, then replay a pair or run eager with a reason."""

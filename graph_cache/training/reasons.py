@@ -14,6 +14,7 @@ ARGUMENT_GRADIENT = "argument_gradient"
 NO_GRAD = "no_gradient"
 SAVED_TENSOR_HOOKS = "saved_tensor_hooks"
 TRANSFORM = "transform"
+COMPILED = "compiled"
 CACHED_PARAMETRIZATION = "cached_parametrization"
 PRECISION_AUTOCAST = "precision_autocast"
 OTHER_BACKWARD = "other_backward"
@@ -31,6 +32,7 @@ REASONS = (
     NO_GRAD,
     SAVED_TENSOR_HOOKS,
     TRANSFORM,
+    COMPILED,
     CACHED_PARAMETRIZATION,
     PRECISION_AUTOCAST,
     OTHER_BACKWARD,

@@ -106,7 +106,7 @@ class TransformerEngineGraphs:
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet
-        self._running = context.running
+        self._running = job.running
         self._forget(CaptureStatus.EVICTED)
 
     def _forget(self, cause: CaptureStatus) -> None:
