@@ -259,3 +259,118 @@ def test_a_context_variable_with_a_name_like_pytorchs_is_watched(pool, device):
         run(x)
         assert weight.grad.tolist() == [2.0 * value] * WIDTH
         weight.grad = None
+
+
+def compile_around(model, attach):
+    attach(model, ["layers.0", "layers.1"])
+    return torch.compile(model, backend="eager")
+
+
+def compile_around_the_whole(model, attach):
+    attach(model, [""])
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def compile_in_place_around(model, attach):
+    attach(model, ["layers.0", "layers.1"])
+    model.compile(backend="eager")
+    return model
+
+
+def attach_submodules_of_a_wrapper(model, attach):
+    wrapper = torch.compile(model, backend="eager")
+    attach(wrapper, ["_orig_mod.layers.0", "_orig_mod.layers.1"])
+    return wrapper
+
+
+def attach_after_a_compiled_call(model, attach):
+    wrapper = torch.compile(model, backend="eager")
+    wrapper(torch.zeros(2, 3, WIDTH, device=model.layers[0].up.weight.device))
+    attach(model, ["layers.0", "layers.1"])
+    return wrapper
+
+
+def attach_a_compiled_forward(model, attach):
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend="eager")
+    attach(model, ["layers.0"])
+    return model
+
+
+AROUND = (
+    compile_around,
+    compile_around_the_whole,
+    compile_in_place_around,
+    attach_submodules_of_a_wrapper,
+    attach_after_a_compiled_call,
+    attach_a_compiled_forward,
+)
+
+
+@pytest.mark.parametrize("order", AROUND, ids=lambda order: order.__name__)
+def test_attached_modules_inside_compiled_code_run_as_part_of_it(order, pool, device):
+    found, logs = [], []
+    for captures in (True, False):
+        torch._dynamo.reset()
+        model = twins(device)[0]
+        attach = (lambda *args: found.append(attached(*args, pool))) if captures else (lambda *args: None)
+        logs.append(train(order(model, attach), batches(4, device)))
+    assert_same(*logs)
+    graphs, stats = found[0]
+    expected = "compiled" if order is not attach_a_compiled_forward else "capture_failed"
+    assert device.type != "cpu" or expected in {reason for _, _, reason in stats.fallbacks}
+    graphs.detach()
+
+
+def test_a_captured_iteration_inside_compiled_code_runs_as_part_of_it(pool, device):
+    logs, stats = [], CacheStats()
+    for captures in (True, False):
+        model, log = twins(device)[0], []
+
+        def step(x, model=model):
+            model.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        call = iteration_of(pool, stats, step) if captures else step
+        run = torch.compile(lambda x, call=call: call(x) * 2, backend="eager")
+        for x, _ in batches(4, device):
+            log.append([run(x).detach(), *[parameter.grad.clone() for parameter in model.parameters()]])
+        logs.append(log)
+    assert_same(*logs)
+    assert {reason for _, _, reason in stats.fallbacks} == {"compiled"}
+
+
+class Scaled(nn.Linear):
+    def __init__(self, length):
+        super().__init__(WIDTH, WIDTH)
+        self.scales = [1.0] * length
+
+    def forward(self, x):
+        return super().forward(x) * self.scales[0]
+
+
+@pytest.mark.parametrize("length", [1, 5000])
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in_place"])
+def test_a_change_of_what_compiled_code_reads_is_noticed(in_place, length, pool, device):
+    logs, found = [], None
+    for captures in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        inner = Scaled(length).to(device)
+        model, log = nn.Sequential(inner if in_place else torch.compile(inner, backend="eager")), []
+        if in_place:
+            inner.compile(backend="eager")
+        if captures:
+            found = attached(model, ["0"], pool)
+        for step, (x, _) in enumerate(batches(7, device)):
+            if step == 4:
+                inner.scales[0] = 2.0
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            log.append([loss.detach(), inner.weight.grad.clone()])
+        logs.append(log)
+    assert_same(*logs)
+    graphs, stats = found
+    assert sum(stats.replays.values()) if length == 1 else "not compared" in stats.failures["0"]
+    graphs.detach()
