@@ -156,7 +156,7 @@ class Reads:
         For compiled code, which can't be observed: the forwards, and the functions and methods that they name.
         """
         reads = cls()
-        todo = [(None, function)]
+        todo: list[tuple[Any, Any]] = [(None, function)]
         todo += [(type(module), vars(module).get("forward", type(module).forward)) for module in modules]
         while todo:
             owner, value = todo.pop()

@@ -68,7 +68,7 @@ _WRAPPERS = (
     functools.singledispatchmethod,
     type(functools.cache(len)),
 )
-DICTIONARY_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+DICTIONARY_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))  # modules whose functions other code may replace
 _WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "dispatcher")  # what these refer to
 

@@ -480,22 +480,24 @@ def is_buffer(value: Any) -> bool:
         return True
     if isinstance(value, _numpy_type("ndarray")):
         return not value.dtype.hasobject
-    return _is_memory(type(value)) and not _is_pointer(type(value))
+    kind: Any = type(value)
+    return _is_memory(kind) and not _is_pointer(kind)
 
 
 def is_opaque(value: Any) -> bool:
     """Return whether this object keeps values that nothing compares."""
-    return isinstance(value, (_numpy_type("ndarray"), queue.SimpleQueue)) or _is_pointer(type(value))
+    kind: Any = type(value)
+    return isinstance(value, (_numpy_type("ndarray"), queue.SimpleQueue)) or _is_pointer(kind)
 
 
 @functools.cache
-def _is_memory(kind: type) -> bool:
+def _is_memory(kind: Any) -> bool:
     """Whether objects of this type are memory of ctypes, or a mapped file."""
     return any(base.__name__ == "_CData" or base.__module__ == "mmap" for base in kind.__mro__)
 
 
 @functools.cache
-def _is_pointer(kind: type) -> bool:
+def _is_pointer(kind: Any) -> bool:
     """Whether objects of this type refer to memory that they do not hold."""
     is_pointer = any(base.__name__ == "_Pointer" for base in kind.__mro__)
     return is_pointer or issubclass(kind, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))

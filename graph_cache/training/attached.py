@@ -361,11 +361,11 @@ class AttachedModule:
         refusals: list[str] = []
         if self._unobserved:
             yield refusals
-            ran = Reads.of_calls(self.submodules, self.original)
+            reads = Reads.of_calls(self.submodules, self.original)
             with self.versions.extended() as versions:
-                namespaces = reachable(self.roots, ignored=self.ignored, ran=ran, names=ran.names_to_follow)
+                namespaces = reachable(self.roots, ignored=self.ignored, ran=reads, names=reads.names_to_follow)
                 refusals += unwatched_reads(namespaces)
-                versions.add(namespaces, ran)
+                versions.add(namespaces, reads)
             return
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran

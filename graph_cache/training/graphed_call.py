@@ -412,9 +412,9 @@ class GraphedCall:
         return [distinct(tensor.data) for tensor in (*self.inputs, *self._state, *self.outputs)]
 
     def _backward_statics(self) -> list[Tensor]:
-        grads = [*self.input_grads, *self.parameter_grads, *self.repeated_grads]
-        grads = [grad for grad in grads if grad is not None]
-        return [*self._main_grads, *map(distinct, self.grad_outputs), *grads]
+        grads = (*self.input_grads, *self.parameter_grads, *self.repeated_grads)
+        computed = [grad for grad in grads if grad is not None]
+        return [*self._main_grads, *map(distinct, self.grad_outputs), *computed]
 
     # ---- replay ----------------------------------------------------------------------------------------------------
 
@@ -509,7 +509,8 @@ class GraphedCall:
         self._replay_backward = self._backward_graph.replay
         self._forward_graph.close()
         self._backward_graph.close()
-        self.inputs = self.outputs = self.grad_outputs = self._given = self.repeated_grads = []
+        self.inputs = self.outputs = self.grad_outputs = self._given = []
+        self.repeated_grads = []
         self.used, self.stored, self.namespaces, self._forward_audit = {}, [], [], StorageAudit()
         self.backward_reads = Reads()
         self.input_grads = self.parameter_grads = self._dummy_grads = self._static_grads = []

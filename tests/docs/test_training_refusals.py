@@ -26,6 +26,8 @@ NAMING = {  # functions that return texts
     "_refused_host_memory",
     "higher_order_refusal",
     "seeds_given",
+    "generator_state_read",
+    "unwatched_reads",
     "tensor_facts_read",
     "refused_compiled_code",
     "_optimizers_on_host",

@@ -12,6 +12,7 @@ import array
 import collections
 import contextvars
 import copy
+import ctypes
 import dataclasses
 import decimal
 import enum
@@ -930,6 +931,31 @@ class host_read(nn.Module):
         return x * torch.tensor(1.5).to(x) + (value[0] if isinstance(value, list) else value)
 
 
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+@kind("layer", "symmetric", "weight_norm", "spectral_norm")
+def parametrized(how):
+    """Return a layer with a weight that is computed at each use."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    if how == "symmetric":
+        nn.utils.parametrize.register_parametrization(linear, "weight", Symmetric())
+        return linear
+    return getattr(nn.utils.parametrizations, how)(linear)
+
+
+@kind("layer", "wrapped", "in_place")
+def compiled(how):
+    """Return a compiled layer."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    if how == "wrapped":
+        return torch.compile(layers, backend="eager")
+    layers.compile(backend="eager")
+    return layers
+
+
 # ---- attributes ------------------------------------------------------------------------------------------------------
 
 VALUES: tuple[Callable[[], Any], ...] = (
@@ -1042,6 +1068,47 @@ class reads_value(nn.Module):
     def forward(self, x):
         value = number(self.value)
         return x * (value.to(x) if isinstance(value, torch.Tensor) else value)
+
+
+HOST_DATA: dict[str, Callable[[int], Any]] = {
+    "list": lambda size: [1.5] * size,
+    "dict": lambda size: dict.fromkeys(range(size), 1.5),
+    "deque": lambda size: collections.deque([1.5] * size),
+    "array": lambda size: array.array("d", [1.5] * size),
+    "ndarray": lambda size: numpy.full(size, 1.5),
+    "view": lambda size: numpy.full(2 * size, 1.5)[::2],
+    "objects": lambda size: numpy.array([1.5] * size, dtype=object),
+    "bytearray": lambda size: bytearray([2] * size),
+    "ctypes": lambda size: (ctypes.c_double * size)(*[1.5] * size),
+    "nested": lambda size: {0: [1.5] * size},
+    "boxed": lambda size: [Settings(1.0, [1.5] * size)],
+}
+
+
+@kind("value", *[(name, size) for name in HOST_DATA for size in (3, 600, 5000, 20_000)])
+class reads_host_data(nn.Module):
+    """Multiplies by an item, or the sum, of host data of any kind and size."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.size = how
+        self.data = HOST_DATA[self.how](self.size)
+
+    def innermost(self):
+        if self.how == "boxed":
+            return self.data[0].items
+        return self.data[0] if self.how == "nested" else self.data
+
+    def change_data(self, value):
+        """Change an item in place, or replace all data."""
+        if value % 3 == 2:
+            self.data = HOST_DATA[self.how](self.size + 1)
+        self.innermost()[self.size - 1 if value % 2 else 0] = 3
+
+    def forward(self, x):
+        data = self.innermost()
+        items = data.values() if isinstance(data, dict) else data
+        return x * (float(data[self.size - 1]) if self.size % 2 else float(sum(items)) / self.size)
 
 
 @kind("value", "global", "table", "class", "closure", "context", "environment", "default", "partial", "sequence")

@@ -153,6 +153,9 @@ def _set_value(job, block, where, value):
 def _change_value(job, block, where, value):
     """Change a value in place."""
     inner = _innermost(block)
+    if isinstance(inner, blocks.reads_host_data):
+        inner.change_data(value)
+        return
     held = getattr(inner, "value", None)
     if isinstance(held, float):
         inner.value = -held if held == 0 else held * 0.5

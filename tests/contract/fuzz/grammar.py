@@ -42,6 +42,9 @@ BACKWARDS = (
     "held",
     "checkpointed",
     "functional",
+    "retained",
+    "grad_then_backward",
+    "compiled",
 )
 CLEARS = ("set_to_none", "zero", "keep")
 INPUTS = ("plain", "requires_grad", "expanded", "transposed", "sliced", "double", "empty", "same", "conjugate")
@@ -83,6 +86,7 @@ CONTEXTS = (
     "grad_enabled",
     "default_device",
     "function_mode",
+    "cached_weights",
 )
 CHANGES = (
     "evaluate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,6 +170,8 @@ def contexts(names: tuple[str, ...], model: nn.Module, device: torch.device) -> 
                 stack.enter_context(torch.device(device))
             elif name == "function_mode":
                 stack.enter_context(_Doubling())
+            elif name == "cached_weights":
+                stack.enter_context(nn.utils.parametrize.cached())
             elif name == "anomaly":
                 stack.enter_context(torch.autograd.detect_anomaly(check_nan=False))
         yield
@@ -200,6 +203,8 @@ def clean(device: torch.device) -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
             torch.set_float32_matmul_precision("highest")
             torch.clear_autocast_cache()
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
 
 
 def run_training(program: Program, device: torch.device, captured: bool) -> Outcome:
@@ -306,6 +311,8 @@ def _train(
         elif backward == "functional":
             weights = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
             result = torch.func.functional_call(model, weights, (x, *args), kwargs)
+        elif backward == "compiled":
+            result = torch.compile(model, backend="eager")(x, *args, **kwargs)
         else:
             result = model(x, *args, **kwargs)
         log.add(f"{label}: result {index}", bits(result))
@@ -325,6 +332,12 @@ def _train(
             log.add(f"{label}: gradients", bits(torch.autograd.grad(loss, leaves, allow_unused=True)))
         elif backward == "twice":
             loss.backward(retain_graph=True)
+            loss.backward()
+        elif backward == "retained":
+            loss.backward(retain_graph=True)
+        elif backward == "grad_then_backward":
+            leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+            torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
             loss.backward()
         elif backward in ("after", "reversed"):
             waiting.append(loss)
