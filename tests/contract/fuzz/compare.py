@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-REGISTRIES = frozenset(vars(nn.Module())) | {"forward", "_flat_weight_refs"}
+REGISTRIES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl", "_flat_weight_refs"}
 DEPTH = 6
 
 
@@ -62,7 +62,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         for name, buffer in module._buffers.items():
             found[f"buffer {path}.{name}"] = bits(buffer)
         for name, value in vars(module).items():
-            if name not in REGISTRIES:
+            if name not in REGISTRIES and not name.startswith("_torchdynamo"):  # ids of the compiler
                 found[f"attribute {path}.{name}"] = bits(value)
     return found
 
