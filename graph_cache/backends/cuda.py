@@ -206,6 +206,7 @@ class CudaBackend:
         """Capture `fn` on the capture stream into `memory`."""
         torch.cuda.synchronize(self.device)
         with self.on_capture_stream(), self._refusing_seeds(generators), weight_update_flag(None):
+            torch.cuda.current_blas_handle()  # one per thread: made in a capture, it would end it
             graph = self._begin(memory, generators)
             try:
                 fn()

@@ -307,6 +307,9 @@ def test_complex_inputs_are_checked(pool, device):
 
 
 def test_rows_that_cannot_be_checked_replay_without_padding_only(pool, device):
+    if device.type == "cuda":
+        pytest.skip("cholesky reads its result on the host there, so it is never captured")
+
     def fn(x):  # takes no noise
         return torch.linalg.cholesky(torch.diag_embed(1 - 1000 * x))
 
