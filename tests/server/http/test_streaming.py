@@ -160,7 +160,7 @@ def test_times_are_observed_per_token_and_every_sequence_is_counted_once():
     registry, metrics = CollectorRegistry(), RequestMetrics(SharedCounters())
     registry.register(metrics)
     output = RequestOutput.empty("r", None, [1], 3)
-    watch = metrics.watch(Job(public_id="r", output=output, params=SamplingParams(n=3)))
+    watch = metrics.watch(Job(public_id="r", output=output, params=SamplingParams(n=3), max_tokens=16))
     began = time.perf_counter()
     for index, finish in ((0, None), (0, None), (0, "length"), (1, "stop")):
         time.sleep(0.02)
