@@ -40,13 +40,16 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     fi
 
 FROM dependencies AS wheel
-COPY pyproject.toml ./
+COPY pyproject.toml LICENSE ./
 COPY graph_cache graph_cache
 COPY engine engine
 COPY server server
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 FROM base
+LABEL org.opencontainers.image.title="Encore" \
+      org.opencontainers.image.description="An LLM inference server that answers by replaying captured graphs" \
+      org.opencontainers.image.licenses="Apache-2.0"
 RUN groupadd --gid 10001 encore \
     && useradd --uid 10001 --gid encore --home-dir /var/cache/encore --no-create-home --shell /usr/sbin/nologin encore \
     && install -d -o encore -g encore /var/cache/encore

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from email.parser import Parser
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -22,7 +23,8 @@ OTHERS = ("tests", "benchmarks", "examples")
 def wheel(tmp_path_factory) -> Path:
     """The wheel of a copy of the sources: a build in the repository would leave files there, and find older ones."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    shutil.copy(ROOT / "pyproject.toml", tree)
+    for file in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
     for folder in PACKAGES + OTHERS:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
@@ -38,6 +40,15 @@ def test_it_holds_all_modules_and_static_files_and_nothing_else(wheel):
     assert {path.suffix for path in static} == {".html", ".css", ".js", ".svg"}
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == {path.relative_to(ROOT).as_posix() for path in modules | static}
+
+
+def test_it_holds_the_license_and_names_it(wheel):
+    archive = ZipFile(wheel)
+    [license_file] = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+    assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
+    [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    headers = Parser().parsestr(archive.read(metadata).decode())
+    assert (headers["License-Expression"], headers.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
 
 
 def test_the_pages_are_read_from_the_wheel(wheel, tmp_path):
