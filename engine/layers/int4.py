@@ -97,7 +97,7 @@ class Int4Weight(WeightMethod):
         if len(shape) != 2 or not fits_int4(*shape):
             raise ModelError(
                 f"a weight of {' x '.join(map(str, shape))} can't be stored in 4 bits (rows must be a multiple of "
-                f"{ROW_MULTIPLE}, inputs of {GROUP}, without experts); use --cpu-weight-format bf16"
+                f"{ROW_MULTIPLE}, inputs of {GROUP}, without experts); use cpu_weight_format='bf16'"
             )
         rows, inputs = shape
         layer.register_buffer("packed", torch.empty(rows, inputs // 2, dtype=torch.uint8))

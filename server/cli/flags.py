@@ -14,7 +14,8 @@ from typing import Any
 from engine import config as engine_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
+from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, read_environment, read_file
+from server.cli.spelling import spell_settings
 from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 SERVER_HELP = {
@@ -166,14 +167,7 @@ def server_config(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     try:
         return ServerConfig.from_dict(SERVING_DEFAULTS | from_file | from_environment | flags)
     except ConfigError as error:
-        name, found, rest = str(error).partition("=")
-        if not found or name not in flags | from_environment | from_file:
-            raise
-        if name in flags:
-            shown = "--" + name.replace("_", "-")
-        else:
-            shown = PREFIX + name.upper() if name in from_environment else f"{path}: {name}"
-        raise ConfigError(f"{shown}={rest}") from error
+        raise ConfigError(spell_settings(str(error), args, environ)) from error
 
 
 def _default_text(default: Any, config_class: type) -> str:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         _refuse(args.command, unknown[0])
     args.words = words
-    return _guarded(args.command, lambda: COMMANDS[args.command].run(args))
+    return _guarded(args, COMMANDS[args.command].run)
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -88,10 +88,10 @@ def _refuse(command: str, word: str) -> NoReturn:
     parser.error(f"unknown argument {word}" + (did_you_mean(word.partition("=")[0], flags) if word[0] == "-" else ""))
 
 
-def _guarded(command: str, run: Callable[[], int]) -> int:
+def _guarded(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
     """Run a command. An error that the user can fix prints one line and returns status 2."""
     try:
-        return run()
+        return run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # stdout was closed, for example by `| head`
@@ -100,7 +100,9 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
     except Exception as exc:
         if not _is_user_error(exc):
             raise
-        print(f"{PROG} {command}: error: {' '.join(str(exc).split())}", file=sys.stderr)
+        from server.cli.spelling import spell_settings
+
+        print(f"{PROG} {args.command}: error: {spell_settings(' '.join(str(exc).split()), args)}", file=sys.stderr)
         return 2
 
 

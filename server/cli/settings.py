@@ -46,6 +46,29 @@ def read_file(path: str) -> dict[str, Any]:
     A null value counts as not given. Raises ConfigError for an unreadable file, one that isn't a mapping, an unknown
     name, or an invalid value.
     """
+    types, values = setting_types(), {}
+    for key, value in _mapping(path).items():
+        name = _field(key)
+        if name not in types:
+            near = did_you_mean(name, types, str if "_" in str(key) else lambda found: found.replace("_", "-"))
+            raise ConfigError(f"{path}: unknown setting {str(key)!r}{near}")
+        if name in values:
+            raise ConfigError(f"{path}: {name} is given twice, in both spellings")
+        if value is not None:
+            values[name] = _from_yaml(f"{path}: {key}", types[name], value)
+    return values
+
+
+def written_keys(path: str) -> dict[str, str]:
+    """Return field -> key as the YAML file spells it."""
+    return {_field(key): str(key) for key in _mapping(path)}
+
+
+def _field(key: object) -> str:
+    return str(key).removeprefix("--").replace("-", "_")
+
+
+def _mapping(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
@@ -58,16 +81,7 @@ def read_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"the configuration file {path} must be a mapping of settings, such as `port: 8000`")
-    types, values = setting_types(), {}
-    for key, value in found.items():
-        name = str(key).removeprefix("--").replace("-", "_")
-        if name not in types:
-            raise ConfigError(f"{path}: unknown setting {str(key)!r}{did_you_mean(name, types)}")
-        if name in values:
-            raise ConfigError(f"{path}: {name} is given twice, in both spellings")
-        if value is not None:
-            values[name] = _from_yaml(f"{path}: {name}", types[name], value)
-    return values
+    return found
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_without_graphs_every_step_runs_eager(tiny_model: Path, tmp_path: Path) 
         (["--batch-sizes", "8", "--max-num-seqs", "4"], "--max-num-seqs 4"),
         (["--prompt-tokens", "-5"], "--prompt-tokens"),
         (["--prompt-tokens", "100", "--max-model-len", "64"], "--max-model-len 64"),
-        (["--prompt-tokens", "1000000"], "max_model_len"),
+        (["--prompt-tokens", "1000000"], "--max-model-len"),
         (["--output-tokens", "1"], "--output-tokens"),
         (["--repeats", "1e9"], "--repeats"),
         (["--requests", "999999999999"], "--requests"),
@@ -63,7 +63,7 @@ def test_without_graphs_every_step_runs_eager(tiny_model: Path, tmp_path: Path) 
         (["--warmup", "hot"], "--warmup"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--batchsizes", "1"], "--batchsizes; did you mean '--batch-sizes'?"),
-        (["--batch-sizes", "4", "--num-pages", "1"], "num_pages"),
+        (["--batch-sizes", "4", "--num-pages", "1"], "--num-pages=1"),
     ],
 )
 def test_an_invalid_value_prints_one_line_and_exits_with_status_2(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -63,7 +64,9 @@ def test_values_of_a_file_have_their_types(write):
     ("text", "named"),
     [
         ("prot: 1", "did you mean 'port'"),
-        ("max-num-seq: 1", "did you mean 'max_num_seqs'"),
+        ("max-num-seq: 1", "did you mean 'max-num-seqs'"),
+        ("max_num_seq: 1", "did you mean 'max_num_seqs'"),
+        ("maxnumseqs: 1", "did you mean 'max-num-seqs'"),
         ("quux: 1", "unknown setting 'quux'"),
         ("3: 1", "unknown setting '3'"),
         ("port: many", "port"),
@@ -100,6 +103,10 @@ def test_a_value_out_of_range_is_named_as_it_was_given(write):
         with pytest.raises(ConfigError) as caught:
             built(*words, **environ)
         assert str(caught.value).startswith(named)
+    for key in ("drain-seconds", "drain_seconds"):
+        path = write(f"{key}: -1\n")
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: {key}=-1: must be")):
+            built("--config", path)
 
 
 def test_a_missing_file_is_one_line_and_status_2(capsys):
