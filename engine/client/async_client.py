@@ -45,6 +45,7 @@ from engine.protocol.messages import (
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, check_prompt_ids, resolve_seed, split_n
 from engine.text.bad_words import bad_word_ids
+from engine.text.load_warnings import unlogged
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.utils.daemon_thread import in_daemon_thread
@@ -132,6 +133,11 @@ def make_client(
     return EngineClient(config, Supervisor(lambda: ProcessTransport(config, run=run), restarts))
 
 
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    with unlogged():  # the engine logs the warnings, once for all clients
+        return Tokenizer.try_load(source)
+
+
 class EngineClient:
     """Implementation of Client over any transport.
 
@@ -181,7 +187,7 @@ class EngineClient:
         assert self._beginning is not None and self._ready is not None
         try:
             source = await self._beginning
-            self.tokenizer = await in_daemon_thread(Tokenizer.try_load, source)
+            self.tokenizer = await in_daemon_thread(_load_tokenizer, source)
             self._processor = OutputProcessor(self.tokenizer)
             await self._ready
         except BaseException:

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import ModelError
+from engine.text.load_warnings import warn
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def add_missing(
             differing.append(text)
     if differing:
         shown = ", ".join(map(repr, differing[:3])) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-        logger.warning("%s: ids and flags of tokenizer.json are used; another file differs in %s", folder, shown)
+        warn(logger, "%s: ids and flags of tokenizer.json are used; another file differs in %s", folder, shown)
 
 
 def _special(token: AddedToken) -> AddedToken:

@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 from engine.checkpoint.regular_files import read_limited_text, require_limited_file
 from engine.errors import ModelError
 from engine.text.added_tokens import FLAGS, Declared, add_missing, read_token, require_counts, require_limits
+from engine.text.load_warnings import warn
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +205,9 @@ def _log_contradictions(
     differing = [f"{key}={values[key]}" for key, does in runs.items() if values.get(key) not in (None, does)]
     if differing:
         found = ", ".join(differing)
-        logger.warning("%s: %s decides, against %s in tokenizer_config.json", folder, PIPELINE, found)
+        warn(logger, "%s: %s decides, against %s in tokenizer_config.json", folder, PIPELINE, found)
     if "auto_map" in values:
-        logger.warning("%s: the code that auto_map names is never run; %s is used", folder, PIPELINE)
+        warn(logger, "%s: the code that auto_map names is never run; %s is used", folder, PIPELINE)
 
 
 def _adds_prefix_space(backend: tokenizers.Tokenizer) -> bool:

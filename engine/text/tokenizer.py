@@ -31,6 +31,7 @@ from engine.text.folder_tokenizer import (
     read_config,
     require_readable_folder,
 )
+from engine.text.load_warnings import warn
 from engine.text.parsing.selection import MARKERS
 from graph_cache.garbage import no_garbage_collections
 
@@ -95,7 +96,7 @@ class Tokenizer:
         try:
             return cls.load(model)
         except NoTokenizer as error:
-            logger.warning("%s", error)
+            warn(logger, "%s", error)
             return None
 
     @property
