@@ -158,6 +158,11 @@ class GraphCache:
         self._checks = 0  # address checks so far: they select the slices of partial checks
         self.pool_bytes = 0
 
+    def __repr__(self) -> str:
+        captured = sum(self.captured_graphs().values())
+        sites = ", ".join(self._sites) or "none"
+        return f"<GraphCache on {self.pool.backend.device}; sites: {sites}; graphs captured: {captured}>"
+
     # ---- sites -----------------------------------------------------------------------------------------------------
 
     @property

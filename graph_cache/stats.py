@@ -14,9 +14,11 @@ CAPTURE_SECONDS_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 EXACT_ROWS = 512
 """Larger batches are counted by their bucket, so that not every prefill length becomes a label."""
 
+SHOWN_PARTS = 6  # of a counter that is printed
+
 
 class CacheStats:
-    """Counters of one cache, written by the thread that runs it and readable from any."""
+    """Counters of one cache, written by the thread that runs it and readable from any. Printing it shows the figures."""
 
     def __init__(self) -> None:
         self.replays: Counter[tuple[str, str, str, int]] = Counter()  # site, scope, phase, bucket
@@ -30,6 +32,26 @@ class CacheStats:
         self.batch_rows: Counter[tuple[str, str, int]] = Counter()  # site, phase, real rows (see EXACT_ROWS)
         self.capture_seconds_counts = [0] * (len(CAPTURE_SECONDS_BOUNDS) + 1)
         self.capture_seconds_sum = 0.0
+
+    def __repr__(self) -> str:
+        """Return the totals and their parts, a counter per line."""
+        counters = self.snapshot()
+        replays = [(f"{site} {phase} bucket {bucket}", n) for (site, _, phase, bucket), n in counters["replays"]]
+        eager = [(f"{site} {phase} {reason}", n) for (site, phase, reason), n in counters["fallbacks"]]
+        captures = [(f"{site} {reason}", n) for (site, _, reason), n in counters["captures"]]
+        failures = [(site, n) for (site, _), n in counters["failed_captures"]]
+        invalidations = [(reason, n) for (reason,), n in counters["invalidations"]]
+        lines = [_line("replays", replays), _line("eager", eager), _line("captures", captures)]
+        if failures:
+            lines.append(_line("failed captures", failures))
+        if invalidations:
+            lines.append(_line("invalidations", invalidations))
+        real, padded = (sum(n for _, n in counters[name]) for name in ("real_tokens", "padded_tokens"))
+        if real:
+            lines.append(f"{'padding':<16} {100 * padded / (real + padded):.1f}% of {real + padded} computed rows")
+        if seconds := counters["capture_seconds"]["sum"]:
+            lines.append(f"{'capture time':<16} {seconds:.3f} s")
+        return "\n".join(lines)
 
     def observe_capture(self, seconds: float) -> None:
         """Record the duration of a capture."""
@@ -69,3 +91,12 @@ class CacheStats:
             "sum": self.capture_seconds_sum,
         }
         return counters
+
+
+def _line(name: str, parts: list[tuple[str, int]]) -> str:
+    """Return a counter's total, and its largest parts."""
+    parts = sorted((part for part in parts if part[1]), key=lambda part: -part[1])
+    shown = [f"{label}: {count}" for label, count in parts[:SHOWN_PARTS]]
+    if len(parts) > SHOWN_PARTS:
+        shown.append(f"{len(parts) - SHOWN_PARTS} more")
+    return f"{name:<16} {sum(count for _, count in parts):<8} {', '.join(shown)}".rstrip()

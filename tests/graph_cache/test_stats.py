@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from graph_cache import BATCH, BufferSpec, GraphCache
 from graph_cache.stats import CAPTURE_SECONDS_BOUNDS, EXACT_ROWS, CacheStats
 
 
@@ -53,3 +56,32 @@ def test_a_snapshot_is_a_plain_copy():
         "batch_rows",
         "capture_seconds",
     }
+
+
+def test_printed_statistics_show_figures():
+    cache = GraphCache(device="cpu")
+    run = cache.graphed("net", lambda x: x * 2, {"x": BufferSpec((BATCH, 4), torch.float32)}, buckets=(2, 4))
+    assert str(cache.stats).split() == ["replays", "0", "eager", "0", "captures", "0"]
+    cache.warm()
+    run(torch.ones(3, 4))
+    run(torch.ones(5, 4))
+    printed = str(cache.stats)
+    assert printed == repr(cache.stats)
+    lines = dict(line.split(maxsplit=1) for line in printed.splitlines())
+    assert lines["replays"].split(maxsplit=1) == ["1", "net decode bucket 4: 1"]
+    assert lines["eager"].split(maxsplit=1) == ["1", "net decode above_largest_bucket: 1"]
+    assert lines["captures"].split(maxsplit=1) == ["2", "net warmup: 2"]
+    assert lines["padding"] == "11.1% of 9 computed rows"
+    cache.invalidate("weights moved")
+    assert "invalidations    2        weights moved: 2" in str(cache.stats)
+    assert repr(cache) == "<GraphCache on cpu; sites: net; graphs captured: 0>"
+
+
+def test_printed_statistics_stay_short():
+    stats = CacheStats()
+    for bucket in range(1, 101):
+        stats.replays["net", "block", "decode", bucket] = bucket
+    stats.capture_failed("net", "block", "no memory")
+    replays, *_ = str(stats).splitlines()
+    assert "5050" in replays and "bucket 100: 100" in replays and replays.endswith("94 more") and len(replays) < 200
+    assert "failed captures  1        net: 1" in str(stats)
