@@ -18,7 +18,7 @@ SHOWN_PARTS = 6  # of a counter that is printed
 
 
 class CacheStats:
-    """Counters of one cache, written by the thread that runs it and readable from any. Printing it shows the figures."""
+    """Counters of one cache, written by the thread that runs it and readable from any. Prints as a table of totals."""
 
     def __init__(self) -> None:
         self.replays: Counter[tuple[str, str, str, int]] = Counter()  # site, scope, phase, bucket

@@ -22,6 +22,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 TIMEOUT_SECONDS = 10.0
+MIN_STEPS = 1000  # fewer come from a handful of requests: one request of 200 tokens is 200 steps of similar batches
 ADDRESS = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?")  # HOST:PORT without http://, as curl takes it
 
 
@@ -150,9 +151,20 @@ def tune(args: argparse.Namespace) -> int:
         "observed_steps": sum(histogram.values()),
         "largest_batch": max(histogram),
         "max_size": max_size,
+        "sample_warning": _sample_warning(histogram),
     }
     print(json.dumps(report, indent=1) if args.json else _tune_text(report))
     return 0
+
+
+def _sample_warning(histogram: Mapping[int, int]) -> str | None:
+    """Return why observed batch sizes are too few to choose by, and what to do; None if they aren't."""
+    steps = sum(histogram.values())
+    if len(histogram) == 1:
+        return f"all {steps} steps have the same batch size: tune after requests that overlap as in real traffic"
+    if steps < MIN_STEPS:
+        return f"{steps} steps are few to choose by: tune after at least {MIN_STEPS} steps of real traffic"
+    return None
 
 
 def _tune_text(report: Mapping[str, Any]) -> str:
@@ -165,6 +177,7 @@ def _tune_text(report: Mapping[str, Any]) -> str:
 
     lines = [
         f"observed   {report['observed_steps']} steps, the largest batch {report['largest_batch']}",
+        *([f"warning    {report['sample_warning']}"] if report["sample_warning"] else []),
         f"best       {len(report['buckets'])} buckets up to {report['max_size']}, padding {padding(report)}",
         f"default    {len(default['buckets'])} buckets, padding {padding(default)}",
     ]

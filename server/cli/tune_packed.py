@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 NOT_APPLICABLE = ("site", "phase", "max_size", "max_buckets", "max_bytes", "graphs")
+MIN_BATCHES = 100  # the 99th percentile of fewer is their maximum
 
 
 def parse_documents(text: str, source: str) -> dict[int, int] | list[Any]:
@@ -64,6 +65,7 @@ def tune_packed(args: argparse.Namespace, text: str) -> int:
         "eager_cost": cost,
         "best_for_eager_costs": list(best.eager_costs),
         "batches": best.batches,
+        "sample_warning": _sample_warning(best.batches),
         "alternatives": [
             _alternative(label, _percentile(observed, percent), observed, packed_cost, cost)
             for label, percent in shares.items()
@@ -71,6 +73,13 @@ def tune_packed(args: argparse.Namespace, text: str) -> int:
     }
     print(json.dumps(report, indent=1) if args.json else _text(report))
     return 0
+
+
+def _sample_warning(batches: int) -> str | None:
+    """Return why a sample is too thin to choose by, and what to do; None if it isn't."""
+    if batches >= MIN_BATCHES:
+        return None
+    return f"{batches} batches are few to choose by: count at least {MIN_BATCHES}"
 
 
 def _percentile(observed: Mapping[int, int], percent: int) -> int:
@@ -99,6 +108,7 @@ def _text(report: Mapping[str, Any]) -> str:
     lines = [
         f"observed   {report['batches']} batches; an eager batch costs as much as {report['eager_cost']:g} padding "
         "documents (--eager-cost)",
+        *([f"warning    {report['sample_warning']}"] if report["sample_warning"] else []),
         f"best       {report['cuda_graph_max_packed_seqs']} documents, {100 * report['coverage']:.1f}% of batches "
         f"replay, {report['expected_padding']:.1f} padding documents per batch, expected cost "
         f"{report['expected_cost']:.1f}",

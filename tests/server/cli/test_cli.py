@@ -206,6 +206,37 @@ def test_tune_from_a_manifest_beats_the_default_ladder(capsys, manifest):
     assert "1000 steps, the largest batch 33" in out and "5 buckets up to 33" in out
 
 
+@pytest.mark.parametrize(
+    ("steps", "warning"),
+    [
+        ({1: 500, 3: 500}, None),
+        ({1: 500, 3: 499}, "999 steps are few to choose by: tune after at least 1000 steps"),
+        ({4: 58}, "all 58 steps have the same batch size"),
+        ({1: 5000}, "all 5000 steps have the same batch size"),
+    ],
+)
+def test_tune_says_when_its_sample_is_thin(capsys, tmp_path, steps, warning):
+    kept = Manifest(tmp_path / "manifest.json", "model")
+    for rows, count in steps.items():
+        kept.observe("decode", "decode", rows, count=count)
+    kept.save()
+    words = ("tune", "--manifest", str(kept.path), "--max-size", "8")
+    code, out, _ = status(capsys, *words)
+    assert code == 0 and "--graph-buckets" in out, "a thin sample is tuned all the same"
+    assert ("warning    " in out) == (warning is not None) and (warning or "") in out
+    found = json.loads(status(capsys, *words, "--json")[1])["sample_warning"]
+    assert found is None if warning is None else found.startswith(warning)
+
+
+def test_tune_packed_says_when_its_sample_is_thin(capsys, tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps([3, 9, 300] * 33))
+    words = ("tune", "--packed", str(tmp_path / "list.json"))
+    assert "warning    99 batches are few to choose by: count at least 100" in status(capsys, *words)[1]
+    (tmp_path / "list.json").write_text(json.dumps([3, 9, 300] * 34))
+    assert "warning" not in status(capsys, *words)[1]
+    assert json.loads(status(capsys, *words, "--json")[1])["sample_warning"] is None
+
+
 def test_tune_accepts_a_larger_maximum_and_refuses_a_smaller_one(capsys, manifest):
     code, out, _ = status(capsys, "tune", "--manifest", str(manifest), "--max-size", "64", "--json")
     assert code == 0 and json.loads(out)["buckets"][-1] == 64
