@@ -14,7 +14,8 @@ PROMPTS = ["The capital of France is", "Once upon a time", "Water boils at", "Th
 
 def main(model: str) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.0)
-    with Engine(EngineConfig(model=model, warmup="full", max_num_seqs=8)) as engine:
+    settings = {"max_num_seqs": len(PROMPTS), "max_model_len": 256, "num_threads": 1}  # small, to start fast
+    with Engine(EngineConfig(model=model, warmup="lazy", **settings)) as engine:
         for output in engine.generate(prompts=PROMPTS, sampling_params=params):
             print(f"{output.prompt!r} -> {output.text!r} ({output.finish_reason})")
         for row in engine.graphs():

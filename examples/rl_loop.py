@@ -1,19 +1,24 @@
-"""Alternate rollouts and updates: policy gradient on a tiny random Llama, in under a minute on a CPU.
+"""Alternate rollouts and updates: policy gradient on a tiny random Llama.
+
+    python examples/rl_loop.py                             # under a minute on a CPU
+    python examples/rl_loop.py --steps 40 --samples 16
 
 The engine generates, the trainer (transformers) computes the loss, and `update_weights` writes the new weights in
-place, so every graph stays valid. The reward is the share of even token ids. `python examples/rl_loop.py`
+place, so every graph stays valid. The reward is the share of even token ids.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import Engine, EngineConfig
 
-STEPS, PROMPTS, SAMPLES, TOKENS = 20, 8, 8, 12
+PROMPTS, TOKENS = 8, 12
 
 
 def reward(token_ids: list[int]) -> float:
@@ -21,15 +26,14 @@ def reward(token_ids: list[int]) -> float:
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
-def log_probabilities(model: LlamaForCausalLM, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return the log-probability of each answer token, float32 [tokens]."""
-    ids = torch.tensor([prompt + answer])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+def log_probabilities(model: LlamaForCausalLM, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each answer token, float32 [samples, tokens]."""
+    logits = model(torch.cat([prompts, answers], 1)).logits[:, prompts.shape[1] - 1 : -1].float()
+    return logits.log_softmax(-1).gather(2, answers[:, :, None])[:, :, 0]
 
 
-def main() -> list[float]:
-    """Run the loop and return the mean reward of each step."""
+def main(steps: int, samples: int) -> None:
+    """Run the loop, and print a row per step."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -39,37 +43,47 @@ def main() -> list[float]:
     optimizer = torch.optim.Adam(trainer.parameters(), lr=1e-2)
     with tempfile.TemporaryDirectory() as folder:
         trainer.save_pretrained(folder)
-        settings = {"dtype": "float32", "warmup": "full", "max_num_seqs": 64, "max_model_len": 64}
+        settings = {"dtype": "float32", "warmup": "lazy", "max_num_seqs": PROMPTS * samples, "max_model_len": 64}
+        settings["num_threads"] = torch.get_num_threads()
         engine = Engine(EngineConfig(model=folder, graph_manifest="none", **settings))  # the folder is temporary
-    rewards = []
+    print("step  reward  largest difference  rollouts  update", flush=True)
     with engine:
-        for step in range(STEPS):
+        for step in range(1, steps + 1):
+            started = time.perf_counter()
             prompts = torch.randint(3, 256, (PROMPTS, 4)).tolist()
             rollouts = engine.generate(
                 prompt_token_ids=prompts,
-                sampling_params={"max_tokens": TOKENS, "n": SAMPLES, "ignore_eos": True, "logprobs": 0},
+                sampling_params={"max_tokens": TOKENS, "n": samples, "ignore_eos": True, "logprobs": 0},
             )
-            samples = [
-                (prompt, one) for prompt, rollout in zip(prompts, rollouts, strict=True) for one in rollout.outputs
-            ]
-            gains = torch.tensor([reward(one.token_ids) for _, one in samples])
-            rewards.append(gains.mean().item())
+            outputs = [one for rollout in rollouts for one in rollout.outputs]
+            generated = time.perf_counter()
 
-            advantages = (gains - gains.mean()) / (gains.std() + 1e-6)
-            loss, worst = torch.zeros(()), 0.0
-            for (prompt, one), advantage in zip(samples, advantages, strict=True):
-                found = log_probabilities(trainer, prompt, one.token_ids)
-                sampled = torch.tensor([entry.logprob for entry in one.logprobs])
-                worst = max(worst, (found.detach() - sampled).abs().max().item())
-                loss = loss - advantage * found.sum() / len(samples)
+            rewards = torch.tensor([reward(one.token_ids) for one in outputs])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            repeated = torch.tensor([prompt for prompt in prompts for _ in range(samples)])
+            found = log_probabilities(trainer, repeated, torch.tensor([one.token_ids for one in outputs]))
+            sampled = torch.tensor([[entry.logprob for entry in one.logprobs] for one in outputs])
+            difference = (found.detach() - sampled).abs().max().item()
             optimizer.zero_grad()
-            loss.backward()
+            (-advantages * found.sum(1)).mean().backward()
             optimizer.step()
             engine.update_weights(trainer.state_dict(), version=f"step-{step}")
-            print(f"step {step}: reward {rewards[-1]:.3f}, engine and trainer differ by {worst:.1e}")
-        print("graphs dropped:", dict(engine.stats().graphs["invalidations"]))
-    return rewards
+            rollout_ms, update_ms = 1000 * (generated - started), 1000 * (time.perf_counter() - generated)
+            print(
+                f"{step:4}  {rewards.mean():6.3f}  {difference:18.1e}  {rollout_ms:5.0f} ms  {update_ms:3.0f} ms",
+                flush=True,
+            )
+        graphs = engine.stats().graphs
+        print("graph replays:", sum(count for _, count in graphs["replays"]))
+        print("eager:", {" ".join(labels): count for labels, count in graphs["fallbacks"]})
+        print("graphs dropped by the updates:", sum(count for _, count in graphs["invalidations"]))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15, help="rollouts, each with an update (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each of 8 prompts (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="a tiny model gains nothing from more (default: 1)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    main(options.steps, options.samples)

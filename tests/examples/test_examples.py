@@ -29,15 +29,19 @@ def test_offline_batch_answers_every_prompt_by_replay(tiny_model: Path) -> None:
 
 def test_the_rl_loop_raises_the_reward_and_keeps_every_graph() -> None:
     shown = run("examples/rl_loop.py")
-    steps = [(float(r), float(d)) for r, d in re.findall(r"reward (\S+), engine and trainer differ by (\S+)", shown)]
-    assert steps[0][0] < 0.6 and steps[-1][0] > 0.9
+    steps = [(float(r), float(d)) for r, d in re.findall(r"^ +\d+ +([\d.]+) +(\S+) +\d+ ms", shown, re.MULTILINE)]
+    assert len(steps) == 15 and steps[0][0] < 0.6 and steps[-1][0] > 0.9
     assert max(difference for _, difference in steps) < 1e-4
-    assert "graphs dropped: {}" in shown
+    assert int(re.search(r"^graph replays: (\d+)$", shown, re.MULTILINE)[1]) > 100
+    assert "graphs dropped by the updates: 0" in shown
 
 
 def test_the_capture_core_replays_what_eager_computes() -> None:
     shown = run("examples/capture_core.py")
-    assert shown.count("equal bit for bit: True") == 6
+    rows = re.findall(r"^(encoder|mlp) +([124]) +\d+ us +\d+ us +(yes|no) +(.*)$", shown, re.MULTILINE)
+    assert len(rows) == 6 and {equal for _, _, equal, _ in rows} == {"yes"}
+    assert {gain for name, _, _, gain in rows if name == "mlp"} == {"slower: see --help"}
+    assert "captures         6 " in shown
 
 
 def test_a_server_is_called_and_its_buckets_are_tuned(tiny_model: Path) -> None:
