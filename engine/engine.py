@@ -19,6 +19,7 @@ from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
 from engine.loader.shared_weights import share_weights
+from engine.models.registry import config_from_folder
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput
 from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
@@ -65,7 +66,7 @@ class Engine:
             raise ConfigError("pool is for mode='training'; an inference engine creates its own (engine.pool)")
         self.config = config or EngineConfig()
         has_source = model is None or self.config.model != DEFAULT_MODEL
-        source = resolve_model(self.config.model) if has_source else None
+        source = resolve_model(self.config.model, config_from_folder) if has_source else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
         self._loop = (
             build_loop(self.config, source, self.tokenizer)

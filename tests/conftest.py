@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.hub_server import Hub, running_hub
+
 if TYPE_CHECKING:
     import torch
 
@@ -112,3 +114,18 @@ def write_tiny_model(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A local stand-in for the Hugging Face hub, and an empty cache of it."""
+    from huggingface_hub import constants
+
+    with running_hub() as hub:
+        # as HF_ENDPOINT and HF_HOME would set them, which are read once per process
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        yield hub

@@ -51,7 +51,7 @@ FLOORS = {
         ("client",),
         ("training_engine",),
         ("engine",),
-        ("bench",),
+        ("bench", "library"),
     ),
     "server": (
         ("config", "version", "formatting"),

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.default_model import SMOLLM2, default_gguf
+from engine.checkpoint.hub import Check, download
 from engine.checkpoint.regular_files import require_regular_file
 from engine.config import DEFAULT_MODEL
 from engine.errors import ModelError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 _ACCEPTED_NAMES = (
     f"use {DEFAULT_MODEL!r}, a folder in Hugging Face layout (config.json, safetensors, tokenizer), a .gguf "
     "file, or a hub name (owner/name)"
@@ -39,10 +39,11 @@ class ModelSource:
     generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str, check: Check | None = None) -> ModelSource:
     """Find the files of model `name`, downloading the default model or a hub model if necessary.
 
-    An existing path takes precedence over a hub name. Raises ModelError that says what is missing and what to do.
+    An existing path takes precedence over a hub name. `check` refuses a hub model before its weights are downloaded; it
+    is called with a folder that has config.json. Raises ModelError that says what is missing and what to do.
     """
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ModelError(f"{name!r} is not a model name; {_ACCEPTED_NAMES}")
@@ -59,9 +60,14 @@ def resolve_model(name: str) -> ModelSource:
         require_regular_file(path)  # neither a folder nor a file: says what it is
     if os.path.isabs(path) or name.startswith((".", "~")) or name.lower().endswith(".gguf"):
         raise ModelError(f"no such file or folder: {name}; {_ACCEPTED_NAMES}")
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise ModelError(f"{name!r} is neither a local file or folder nor a hub name; {_ACCEPTED_NAMES}")
-    return ModelSource(_require_config(_from_hub(name)), "hf", name)
+    return ModelSource(_require_config(download(name, check)), "hf", name)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether `name` has the form of a hub name, owner/name."""
+    return _HUB_NAME.fullmatch(name) is not None
 
 
 def _require_config(path: str) -> str:
@@ -72,17 +78,3 @@ def _require_config(path: str) -> str:
         hint = f"; for a GGUF file, give its path: {os.path.join(path, ggufs[0])}" if ggufs else f"; {_ACCEPTED_NAMES}"
         raise ModelError(f"{path} has no config.json{hint}")
     return path
-
-
-def _from_hub(name: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=_HUB_FILES, etag_timeout=10)
-    except Exception as error:  # hub errors have no common base class: network, missing, gated, disk
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(
-            f"model {name!r} is not a local folder, is not in the local hub cache, and could not be "
-            f"downloaded from the hub ({reason}); check the name and the network, set HF_TOKEN for a gated "
-            "model, or download it elsewhere and give the folder's path"
-        ) from error

@@ -55,10 +55,11 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
             from engine.checkpoint.generation_config import sampling_defaults
             from engine.checkpoint.source import resolve_model
             from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
+            from engine.models.registry import config_from_folder
             from engine.text.tokenizer import Tokenizer
             from engine.utils.progress import WarmProgress
 
-            source = resolve_model(config.model)
+            source = resolve_model(config.model, config_from_folder)
             defaults = sampling_defaults(config.generation_config, source)
             tokenizer = Tokenizer.try_load(source)
             gc.freeze()  # or the first collection afterwards takes as long as those left out

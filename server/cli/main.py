@@ -239,6 +239,18 @@ def _bench(args: argparse.Namespace) -> int:
     return bench.run(args)
 
 
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    from server.cli import models
+
+    models.add_arguments(parser)
+
+
+def _models(args: argparse.Namespace) -> int:
+    from server.cli import models
+
+    return models.run(args)
+
+
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
     "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
@@ -248,6 +260,7 @@ COMMANDS: dict[str, Command] = {
         _tune_arguments,
         _tune,
     ),
+    "models": Command("list, pull, show and remove models", _models_arguments, _models),
     "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
 }
 
