@@ -54,7 +54,7 @@ def download(name: str, check: Check | None = None) -> str:
                 raise
             logger.warning("%s is used as it was downloaded: the hub gave no answer (%s)", name, _reason(error))
             return last
-        if check is not None:
+        if check is not None and not _has_weights(folder):
             _run_check(check, name, folder)
         names = [sibling.rfilename for sibling in info.siblings or ()]
         for file in text_files(names):

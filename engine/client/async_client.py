@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.checkpoint.source import ModelSource, resolve_model
+from engine.client.config_check import refuse_unsupported
 from engine.client.counters import totals_after_exit
 from engine.client.output_queue import OutputQueue, deltas_until_end, merge_deltas
 from engine.client.supervisor import RestartPolicy, Supervisor
@@ -174,7 +175,7 @@ class EngineClient:
 
     async def _begin(self) -> ModelSource:
         # Downloaded once, before the engine and the tokenizer use it. A stop waits for neither.
-        source: ModelSource = await in_daemon_thread(resolve_model, self.config.model)
+        source: ModelSource = await in_daemon_thread(resolve_model, self.config.model, refuse_unsupported)
         self._transport.start(self._on_report)
         return source
 

@@ -64,7 +64,10 @@ def pull(name: str) -> ModelSummary:
         hub.download(name, config_from_folder)
     else:
         raise ModelError(f"{name!r} is not a hub name: give one as owner/name, such as Qwen/Qwen3-0.6B")
-    return show(name)
+    found = show(name)
+    if found.state == "unsupported":  # downloaded by another program
+        raise ModelError(found.problem)
+    return found
 
 
 def pulled() -> list[ModelSummary]:

@@ -136,6 +136,16 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str
             )
 
 
+def add_serving_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a server and its engine, and --config."""
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS,
+        help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",
+    )  # fmt: skip
+    add_flags(parser, ServerConfig, title="server", defaults={})
+    add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
+
+
 def _parser_of(annotation: str) -> Callable[[str], Any]:
     """Return a parser of a flag's value that says what is needed."""
 
@@ -152,6 +162,12 @@ def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
     """Return the fields of `config_class` that were given as flags."""
     names = {setting.name for setting in dataclasses.fields(config_class)}
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+def given_settings(args: argparse.Namespace) -> list[str]:
+    """Return the names of the settings that were given as flags, --config included."""
+    settings = {*given(args, ServerConfig), *given(args, EngineConfig), "config"}
+    return [name for name in vars(args) if name in settings]
 
 
 def server_config(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> ServerConfig:

@@ -126,16 +126,9 @@ class _ShowVersion(argparse.Action):
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.config import EngineConfig
-    from server.cli.flags import SERVING_DEFAULTS, add_flags
-    from server.config import ServerConfig
+    from server.cli.flags import add_serving_flags
 
-    parser.add_argument(
-        "--config", metavar="FILE",
-        help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",
-    )  # fmt: skip
-    add_flags(parser, ServerConfig, title="server", defaults={})
-    add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
+    add_serving_flags(parser)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -251,6 +244,18 @@ def _models(args: argparse.Namespace) -> int:
     return models.run(args)
 
 
+def _batch_arguments(parser: argparse.ArgumentParser) -> None:
+    from server.cli import batch
+
+    batch.add_arguments(parser)
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from server.cli import batch
+
+    return batch.run(args)
+
+
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
     "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
@@ -261,6 +266,7 @@ COMMANDS: dict[str, Command] = {
         _tune,
     ),
     "models": Command("list, pull, show and remove models", _models_arguments, _models),
+    "batch": Command("run a file of requests in OpenAI's batch format", _batch_arguments, _batch),
     "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
 }
 

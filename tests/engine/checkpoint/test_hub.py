@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.hub import download, text_files, weight_files
 from engine.checkpoint.source import resolve_model
+from engine.client.async_client import make_client
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.registry import config_from_folder
 from tests.hub_server import Hub
@@ -76,6 +78,15 @@ def test_an_unsupported_model_is_refused_before_its_weights(hub: Hub, files: dic
     with pytest.raises(ModelError, match=named):
         resolve_model("acme/odd", config_from_folder)
     assert set(hub.downloads()) <= {"config.json"}
+
+
+async def test_a_server_refuses_an_unsupported_model_before_its_weights(hub: Hub) -> None:
+    hub.repositories["acme/bert"] = {"config.json": BERT, "model.safetensors": b"x"}
+    client = make_client(EngineConfig(model="acme/bert"), in_process=True)
+    with pytest.raises(ModelError, match="BertModel is not supported"):
+        await client.start()
+    await client.close()
+    assert hub.downloads() == ["config.json"]
 
 
 def test_a_repository_without_safetensors_is_refused(hub: Hub, tiny_model: Path) -> None:
