@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ def measure_batch(
     first_token_ms: time until every sequence of the batch has its first token. prefill_tokens_per_second: prompt tokens
     divided by that time. decode_ms_per_step: (T(n2) - T(n1)) / (n2 - n1), with n2 = output_tokens and n1 a quarter of
     it, so that prefill and start-up cancel; None if noise exceeds the difference. tokens_per_second: generated tokens
-    of the n2 run divided by its total time.
+    of the n2 run divided by its total time. variation: (maximum - minimum) / median of each over the runs; None for
+    a single one.
     """
     short = max(1, output_tokens // 4)
 
@@ -86,8 +87,18 @@ def measure_batch(
         "decode_ms_per_step": round(step_s * 1e3, 4) if step_s > 0 else None,
         "decode_tokens_per_second": round(batch / step_s, 1) if step_s > 0 else None,
         "tokens_per_second": round(batch * output_tokens / full_s, 1),
+        "variation": {
+            "first token": variation(first),
+            "decode": variation(step) if step_s > 0 else None,
+            "overall": variation(full),
+        },
         "preemptions": engine.stats().num_preemptions - before.num_preemptions,
     }
+
+
+def variation(values: Sequence[float]) -> float | None:
+    """Return (maximum - minimum) / median; None for fewer than two values."""
+    return round((max(values) - min(values)) / statistics.median(values), 4) if len(values) > 1 else None
 
 
 def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int = 20) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from typing import Any
 
 from engine.config import EngineConfig
 
+UNSTEADY = 0.1
+"""Variation of a figure over the repeats above which the report warns. On an idle machine it is below 0.05."""
+
 COLUMNS = (
     # heading, path of the value in a row, decimals
     ("batch", ("batch",), 0),
@@ -128,7 +131,21 @@ def _summary(report: Mapping[str, Any]) -> str:
         lines.append(
             f"note        {preempted} preemptions: the KV cache is too small for the largest batches; raise --num-pages"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *unsteady(report["batches"])])
+
+
+def unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning for each batch size whose runs differ by more than UNSTEADY, with its most unsteady figure."""
+    lines = []
+    for row in rows:
+        known = {name: value for name, value in row["variation"].items() if value is not None}
+        worst = max(known, key=known.__getitem__, default=None)
+        if worst is not None and known[worst] > UNSTEADY:
+            lines.append(
+                f"warning     batch {row['batch']}: {worst} differed by {_percent(known[worst])} between runs: close "
+                "other programs, or raise --repeats and --output-tokens"
+            )
+    return lines
 
 
 def _percent(share: float | None) -> str:

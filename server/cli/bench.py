@@ -1,4 +1,7 @@
-"""The command `bench`: offline latency and throughput of one engine as a table, and as JSON with `--json FILE`."""
+"""The command `bench`: offline latency and throughput of one engine as a table, and as JSON with `--json FILE`.
+
+bench_serve.py measures a running server.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     plan, config = _plan(args)
     if args.json is not None:
-        _require_writable(args.json)
+        require_writable("--json", args.json)
     found = report.run(config, command=["encore", *args.words], **plan)
     if args.json is not None:
         with open(args.json, "w", encoding="utf-8") as file:
@@ -79,11 +82,11 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], EngineConfig]:
     return {name: getattr(args, name) for name in wanted}, EngineConfig.from_dict({**DEFAULTS, **engine})
 
 
-def _require_writable(path: str) -> None:
+def require_writable(flag: str, path: str) -> None:
     """Raise ConfigError if the file can't be written, before the measurement rather than after it."""
     target = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(target, os.W_OK):
-        raise ConfigError(f"--json {path}: can't write this file; name a file in an existing, writable folder")
+        raise ConfigError(f"{flag} {path}: can't write this file; name a file in an existing, writable folder")
 
 
 def _whole(text: str, low: int) -> int:

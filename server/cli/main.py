@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_files()
     limit_openmp_spinning()
     limit_onednn_caches()
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    words = [" ".join(given[:2]), *given[2:]] if " ".join(given[:2]) in COMMANDS else given  # a command of two words
     chosen = next((word for word in words if word in COMMANDS), None)
     if chosen == "serve" and argv is None:  # called as a program
         hold_stop_signals()  # until the server handles them: its imports take a second
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(args.command, unknown[0])
-    args.words = words
+    args.words = given
     return _guarded(args, COMMANDS[args.command].run)
 
 
@@ -256,6 +257,18 @@ def _batch(args: argparse.Namespace) -> int:
     return batch.run(args)
 
 
+def _bench_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from server.cli import bench_serve
+
+    bench_serve.add_arguments(parser)
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from server.cli import bench_serve
+
+    return bench_serve.run(args)
+
+
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
     "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
@@ -268,6 +281,7 @@ COMMANDS: dict[str, Command] = {
     "models": Command("list, pull, show and remove models", _models_arguments, _models),
     "batch": Command("run a file of requests in OpenAI's batch format", _batch_arguments, _batch),
     "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
+    "bench serve": Command("load a running server and measure it", _bench_serve_arguments, _bench_serve),
 }
 
 

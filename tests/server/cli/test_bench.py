@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.bench.measure import variation
+from engine.bench.report import unsteady
 from server.cli import main as cli
 from tests.engine.lively import SAMPLING_VARIANTS
 
@@ -45,6 +48,16 @@ def test_without_graphs_every_step_runs_eager(tiny_model: Path, tmp_path: Path) 
     assert report["decode"]["hit_rate"] == 0.0 and report["graphs"]["captured"] == 0
     assert report["batches"][0]["replay_against_eager"]["speedup"] is None
     assert "mixed" not in report
+
+
+def test_figures_that_vary_between_runs_are_warned_of() -> None:
+    def row(batch: int, first: list[float], step: list[float]) -> dict[str, Any]:
+        return {"batch": batch, "variation": {"first token": variation(first), "decode": variation(step)}}
+
+    steady, single = row(1, [1.0, 1.02, 1.01], [0.5, 0.51, 0.5]), row(2, [1.0], [9.0])
+    assert unsteady([steady, single]) == []
+    [warning] = unsteady([steady, row(4, [1.0, 1.3, 1.1], [0.5, 1.0, 1.0])])
+    assert "batch 4: decode differed by 50.0% between runs" in warning and "--repeats" in warning
 
 
 @pytest.mark.parametrize(
