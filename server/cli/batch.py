@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
 from server.cli.batch_results import Index, InputLine, Results, is_same_file, read_input
+from server.cli.parser import Parser
 
 CONCURRENCY = 256
 READ_SECONDS = 3600.0  # of one response: long outputs, behind a long queue
@@ -30,10 +31,11 @@ CONNECT_SECONDS = 10.0
 RETRY_STATUSES = (408, 429, 502, 503, 504)
 GIVE_UP_SECONDS = 300.0  # how long a line is tried on a server that refuses it or can't be reached
 MAX_PAUSE_SECONDS = 30.0
+OWN_SETTINGS = ("host", "port", "root_path", "api_key_file", "allow_unauthenticated")  # of the server that it starts
 PROGRESS_SECONDS = 10.0  # between lines of progress, without a terminal
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the arguments, and the flags of the server that is started without --url."""
     from server.cli.flags import add_serving_flags
 
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=_positive, default=CONCURRENCY, metavar="N",
         help="maximum number of requests at a time (default: %(default)s)",
     )  # fmt: skip
-    add_serving_flags(parser)
+    add_serving_flags(parser, exclude=OWN_SETTINGS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +100,6 @@ def _server(args: argparse.Namespace, config: Any) -> Iterator[tuple[str, str, C
 def _server_config(args: argparse.Namespace) -> Any:
     from server.cli.flags import server_config
 
-    for name in ("host", "port", "root_path", "api_key_file"):
-        if hasattr(args, name):
-            raise ConfigError(f"--{name.replace('_', '-')} is chosen by the batch itself: leave it out, or give --url")
     if "ENCORE_LOG_LEVEL" not in os.environ and not hasattr(args, "log_level"):
         args.log_level = "warning"  # else a log line per request
     return server_config(args)

@@ -14,13 +14,14 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.cli.flags import add_flags, given
+from server.cli.parser import Parser
 
 MAX_COUNT = 1_000_000
 # The command captures every graph itself, prompts are random, and benchmark traffic must not change the manifest.
 DEFAULTS: Mapping[str, Any] = {"warmup": "lazy", "graph_manifest": "none", "enable_prefix_caching": False}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the flags of the measurement and of the engine."""
     parser.add_argument("--batch-sizes", type=_counts, metavar="N,N", help="default: 1, 2, 4, … up to max-num-seqs")
     for flag, default, text in (
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of the mixed-length run; 0 skips it (default: 32)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report to FILE")
-    add_flags(parser, EngineConfig, title="engine", defaults=DEFAULTS)
+    add_flags(parser, EngineConfig, defaults=DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from server.cli.bench import require_writable
+from server.cli.parser import Parser
 
 DATASETS = ("random", "sharegpt", "shared-prefix")
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 128
@@ -23,7 +24,7 @@ BUSY = 0.8  # share of its time above which the client may be what limits the fi
 LATE_SECONDS = 0.1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the arguments."""
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000; its key: OPENAI_API_KEY")
     parser.add_argument("--model", metavar="TEXT", help="model name (default: the first one that the server lists)")

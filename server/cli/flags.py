@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from engine import config as engine_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, read_environment, read_file
+from server.cli.parser import Parser
+from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
 from server.cli.spelling import spell_settings
 from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
@@ -108,42 +109,87 @@ CHOICES = {
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
 }
+# Shown first by --help, in this order.
+MOST_USED = (
+    "model", "host", "port", "api_key_file", "served_model_name", "dtype", "max_model_len", "max_num_seqs",
+    "gpu_memory_utilization", "tensor_parallel_size",
+)  # fmt: skip
+# The other flags, as --help groups them.
+TOPICS: Mapping[str, tuple[str, ...]] = {
+    "network": (
+        "root_path", "http_workers", "in_process", "max_connections", "header_seconds", "body_seconds",
+        "write_seconds", "keep_alive_seconds", "drain_seconds",
+    ),
+    "access": (
+        "allow_unauthenticated", "admin_key_file", "allow_priority", "profile_folder", "trust_request_chat_template",
+    ),
+    "limits": (
+        "max_waiting", "max_body_bytes", "max_total_body_bytes", "max_body_items", "max_sequences_per_request",
+        "max_prompt_chars", "max_logprobs", "max_total_logprob_bytes", "template_seconds",
+    ),
+    "api": (
+        "tool_call_parser", "reasoning_parser", "close_objects", "response_store_entries", "response_store_bytes",
+        "response_store_seconds", "enable_prompt_tokens_details", "return_tokens_as_token_ids",
+        "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states", "logprobs_mode",
+        "seed",
+    ),
+    "logging": ("log_level", "log_format"),
+    "model": ("device", "load_format", "cpu_weight_format", "num_threads", "kernels"),
+    "batching": (
+        "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
+        "num_speculative_tokens",
+    ),
+    "graphs": (
+        "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",
+        "cuda_graph_modules", "cuda_graph_warmup_steps",
+    ),
+}  # fmt: skip
+OTHER_TOPIC = "other"
 # A server can serve while it captures in the background, so each graph exists before it is needed.
 SERVING_DEFAULTS = {"warmup": "background"}
 
 
-def add_flags(parser: argparse.ArgumentParser, config_class: type, *, title: str, defaults: Mapping[str, Any]) -> None:
-    """Add a group of flags, one per field of `config_class`. `defaults` override the fields' defaults in the help."""
-    help_texts = ENGINE_HELP if config_class is EngineConfig else SERVER_HELP
-    group = parser.add_argument_group(title)
-    for setting in dataclasses.fields(config_class):
-        if setting.name in NOT_OFFERED:
-            continue
-        default = defaults.get(setting.name, setting.default)
-        flag = "--" + setting.name.replace("_", "-")
-        text = f"{help_texts.get(setting.name, '')} (default: {_default_text(default, config_class)})"
-        type_name = str(setting.type)
-        if type_name.startswith("bool"):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        else:
-            group.add_argument(
-                flag,
-                type=_parser_of(type_name),
-                choices=CHOICES.get(setting.name),
-                default=argparse.SUPPRESS,
-                metavar=None if setting.name in CHOICES else METAVARS[type_name],
-                help=text,
-            )
+def add_flags(
+    parser: Parser, *config_classes: type, defaults: Mapping[str, Any], exclude: Collection[str] = ()
+) -> None:
+    """Add a flag per field of the classes, by topics. `defaults` override the fields' defaults in the help."""
+    settings = {
+        setting.name: (setting, config_class)
+        for config_class in config_classes
+        for setting in dataclasses.fields(config_class)
+        if setting.name not in NOT_OFFERED and setting.name not in exclude
+    }
+    in_topics = [name for names in TOPICS.values() for name in names]
+    topics = {**TOPICS, OTHER_TOPIC: tuple(name for name in settings if name not in (*MOST_USED, *in_topics))}
+    for name in MOST_USED:
+        if name in settings:
+            parser.add_most_used(f"--{name.replace('_', '-')}", **_options(*settings[name], defaults))
+    for topic, names in topics.items():
+        for name in names:
+            if name in settings:
+                parser.add_to_topic(topic, f"--{name.replace('_', '-')}", **_options(*settings[name], defaults))
 
 
-def add_serving_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a server and its engine, and --config."""
+def _options(setting: dataclasses.Field, config_class: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return argparse's description of a field's flag."""
+    text = (ENGINE_HELP if config_class is EngineConfig else SERVER_HELP).get(setting.name, "")
+    default = _default_text(defaults.get(setting.name, setting.default), config_class)
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{text} (default: {default})"}
+    type_name = str(setting.type)
+    if type_name.startswith("bool"):
+        return options | {"action": argparse.BooleanOptionalAction}
+    choices = CHOICES.get(setting.name)
+    metavar = None if choices else METAVARS[type_name]
+    return options | {"type": _parser_of(type_name), "choices": choices, "metavar": metavar}
+
+
+def add_serving_flags(parser: Parser, exclude: Collection[str] = ()) -> None:
+    """Add the flags of a server and its engine, without those of the settings in `exclude`, and --config."""
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS,
         help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",
     )  # fmt: skip
-    add_flags(parser, ServerConfig, title="server", defaults={})
-    add_flags(parser, EngineConfig, title="engine", defaults=SERVING_DEFAULTS)
+    add_flags(parser, ServerConfig, EngineConfig, defaults=SERVING_DEFAULTS, exclude=exclude)
 
 
 def _parser_of(annotation: str) -> Callable[[str], Any]:

@@ -7,7 +7,6 @@ is fast.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +16,7 @@ from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.signals import hold_stop_signals
 from engine.utils.processes.standard_files import open_standard_files
 from graph_cache.validation import did_you_mean
+from server.cli.parser import Parser
 
 PROG = "encore"
 EPILOG = f"""\
@@ -27,19 +27,11 @@ examples:
 {PROG} COMMAND --help lists the flags of a command."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that prints errors as one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
 class Command(NamedTuple):
     """A subcommand. `add_arguments` adds its flags to a parser; `run` executes it and returns the exit status."""
 
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int]
 
 
@@ -63,19 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _guarded(args, COMMANDS[args.command].run)
 
 
-def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+def build_parser(chosen: str | None) -> Parser:
     """Return the command line's parser; only the subcommand `chosen` has its arguments."""
     parser = Parser(
         prog=PROG,
         description="An LLM inference server that answers by replaying captured graphs.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        sub = commands.add_parser(name, help=command.help, description=command.help)
         if name == chosen:
             command.add_arguments(sub)
     return parser
@@ -85,8 +75,9 @@ def _refuse(command: str, word: str) -> NoReturn:
     """Print that an argument is unknown, with the nearest flag of the command, and exit with status 2."""
     parser = Parser(prog=f"{PROG} {command}")
     COMMANDS[command].add_arguments(parser)
-    flags = re.findall(r"--[\w-]+", parser.format_usage())
-    parser.error(f"unknown argument {word}" + (did_you_mean(word.partition("=")[0], flags) if word[0] == "-" else ""))
+    parser.error(
+        f"unknown argument {word}" + (did_you_mean(word.partition("=")[0], parser.flags()) if word[0] == "-" else "")
+    )
 
 
 def _guarded(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
@@ -126,7 +117,7 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+def _serve_arguments(parser: Parser) -> None:
     from server.cli.flags import add_serving_flags
 
     add_serving_flags(parser)
@@ -140,7 +131,7 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+def _generate_arguments(parser: Parser) -> None:
     from engine.config import EngineConfig
     from server.cli.flags import add_flags
 
@@ -163,7 +154,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=int, default=0, metavar="N", help="number of top tokens to sample from (default: all)"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
-    add_flags(parser, EngineConfig, title="engine", defaults={})
+    add_flags(parser, EngineConfig, defaults={})
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -172,7 +163,7 @@ def _generate(args: argparse.Namespace) -> int:
     return generate(args)
 
 
-def _graphs_arguments(parser: argparse.ArgumentParser) -> None:
+def _graphs_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the running server (default: %(default)s)"
     )
@@ -185,7 +176,7 @@ def _graphs(args: argparse.Namespace) -> int:
     return graphs(args)
 
 
-def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+def _tune_arguments(parser: Parser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--manifest", metavar="FILE", help="manifest written by a server")
     source.add_argument("--metrics", metavar="FILE|URL", help="saved /metrics page, or a server's URL")
@@ -221,7 +212,7 @@ def _tune(args: argparse.Namespace) -> int:
     return tune(args)
 
 
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+def _bench_arguments(parser: Parser) -> None:
     from server.cli import bench
 
     bench.add_arguments(parser)
@@ -233,7 +224,7 @@ def _bench(args: argparse.Namespace) -> int:
     return bench.run(args)
 
 
-def _models_arguments(parser: argparse.ArgumentParser) -> None:
+def _models_arguments(parser: Parser) -> None:
     from server.cli import models
 
     models.add_arguments(parser)
@@ -245,7 +236,7 @@ def _models(args: argparse.Namespace) -> int:
     return models.run(args)
 
 
-def _batch_arguments(parser: argparse.ArgumentParser) -> None:
+def _batch_arguments(parser: Parser) -> None:
     from server.cli import batch
 
     batch.add_arguments(parser)
@@ -257,7 +248,7 @@ def _batch(args: argparse.Namespace) -> int:
     return batch.run(args)
 
 
-def _bench_serve_arguments(parser: argparse.ArgumentParser) -> None:
+def _bench_serve_arguments(parser: Parser) -> None:
     from server.cli import bench_serve
 
     bench_serve.add_arguments(parser)
@@ -267,6 +258,23 @@ def _bench_serve(args: argparse.Namespace) -> int:
     from server.cli import bench_serve
 
     return bench_serve.run(args)
+
+
+def _completion_arguments(parser: Parser) -> None:
+    from server.cli.completion import SHELLS
+
+    parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from server.cli.completion import script
+
+    parsers = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = Parser(prog=f"{PROG} {name}", description=command.help)
+        command.add_arguments(parsers[name])
+    print(script(args.shell, PROG, parsers), end="")
+    return 0
 
 
 COMMANDS: dict[str, Command] = {
@@ -282,6 +290,7 @@ COMMANDS: dict[str, Command] = {
     "batch": Command("run a file of requests in OpenAI's batch format", _batch_arguments, _batch),
     "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
     "bench serve": Command("load a running server and measure it", _bench_serve_arguments, _bench_serve),
+    "completion": Command("print the completions of a shell", _completion_arguments, _completion),
 }
 
 

@@ -7,15 +7,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from server.cli.parser import Parser
+
 NAME_HELP = "hub name (owner/name), or the default model's name"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the actions, each with its arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def add(name: str, text: str) -> Parser:
+        return actions.add_parser(name, help=text, description=text)
 
     listed = add("list", "list the models on this machine, and recommended ones")
     listed.add_argument("--json", action="store_true", help="print JSON")

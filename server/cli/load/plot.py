@@ -14,7 +14,8 @@ from server.cli.load.report import LATENCIES, latencies
 
 # Okabe and Ito's colours, which people with colour-blindness can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
-GREY = "#8C8C8C"
+LINE = "#444444"
+BINS = 60
 SUFFIXES = (".svg", ".png", ".pdf")
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -57,28 +58,26 @@ def _distributions(axes: Any, results: Sequence[Measured]) -> None:
             shares = [100 * (number + 1) / len(times) for number in range(len(times))]
             axes.step([max(one, 1e-3) for one in times], shares, where="post", label=name.upper(), color=colour)
     axes.set_xscale("log")
-    axes.set(title="Latency", xlabel="ms", ylabel="requests, or gaps between tokens, below (%)", ylim=(0, 100))
+    axes.set(xlabel="latency in ms", ylabel="share of requests (ITL: of gaps) below, %", ylim=(0, 100))
     axes.grid(True)
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.05), ncols=len(LATENCIES))
 
 
 def _over_time(axes: Any, results: Sequence[Measured]) -> None:
-    """Draw the events with text per second, and the requests that run."""
-    arrivals = [time for one in results for time in one.arrivals]
+    """Draw the events with text per second, and the mean number of requests that run."""
     end = max((one.ended for one in results), default=1.0)
-    width = max(end / 60, 0.1)
-    bins = [0.0] * (int(end / width) + 1)
-    for time in arrivals:
-        bins[int(time / width)] += 1 / width
-    axes.stairs(bins, [width * number for number in range(len(bins) + 1)], fill=True, color=COLOURS[0], alpha=0.6)
-    axes.set(title="Events with text per second, and running requests", xlabel="seconds", ylabel="events/s")
+    width = max(end / BINS, 0.1)
+    edges = [width * number for number in range(int(end / width) + 2)]
+    events, running = [0.0] * (len(edges) - 1), [0.0] * (len(edges) - 1)
+    for one in results:
+        for time in one.arrivals:
+            events[int(time / width)] += 1 / width
+        for number in range(int(one.sent / width), int(one.ended / width) + 1):
+            running[number] += max(0.0, min(one.ended, edges[number + 1]) - max(one.sent, edges[number])) / width
+    axes.stairs(events, edges, fill=True, color=COLOURS[0], alpha=0.6)
+    axes.set(title="Events with text per second (blue), running requests (line)", xlabel="seconds", ylabel="events/s")
     axes.grid(True)
-    changes = sorted([(one.sent, 1) for one in results] + [(one.ended, -1) for one in results])
-    running, times, counts = 0, [0.0], [0]
-    for time, change in changes:
-        running += change
-        times.append(time)
-        counts.append(running)
     other = axes.twinx()
-    other.step(times, counts, where="post", color=GREY)
+    other.spines["right"].set_visible(True)
+    other.stairs(running, edges, color=LINE, linewidth=1.5)
     other.set(ylabel="running requests", ylim=(0, None))

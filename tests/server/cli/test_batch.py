@@ -138,7 +138,6 @@ def test_wrong_arguments_are_named(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line("a")])
     assert "--url nowhere: must be a server's address" in run("--url", "nowhere")[2]
     assert "--max-num-seqs is for a server that the batch starts" in run("--url", "http://h", "--max-num-seqs", "2")[2]
-    assert "--port is chosen by the batch" in run("--port", "80")[2]
     os.symlink("in.jsonl", tmp_path / "out.jsonl")
     assert "out.jsonl is the input" in run("--url", "http://127.0.0.1:1")[2]
 

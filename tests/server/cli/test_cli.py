@@ -15,7 +15,7 @@ from graph_cache.buckets import Buckets
 from graph_cache.manifest import Manifest
 from server.cli import main as cli
 from server.cli.commands import graph_table, interpolated
-from server.cli.flags import ENGINE_HELP, SERVER_HELP, server_config
+from server.cli.flags import ENGINE_HELP, MOST_USED, SERVER_HELP, TOPICS, server_config
 from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
 
@@ -50,12 +50,56 @@ def test_help_imports_nothing_heavy():
 def test_every_setting_is_a_flag_with_help_and_its_default(capsys):
     for kind, texts in ((ServerConfig, SERVER_HELP), (EngineConfig, ENGINE_HELP)):
         assert {field.name for field in dataclasses.fields(kind)} - NOT_OFFERED == set(texts)
-    code, shown, _ = status(capsys, "serve", "--help")
+    code, shown, _ = status(capsys, "serve", "--help=all")
     assert code == 0
     flat = " ".join(shown.split())
     for field in [*dataclasses.fields(ServerConfig), *dataclasses.fields(EngineConfig)]:
         assert field.name in NOT_OFFERED or f"--{field.name.replace('_', '-')}" in flat
     assert "(default: 8000)" in flat and "(default: background)" in flat
+
+
+def test_every_flag_is_most_used_or_has_one_topic():
+    placed = [*MOST_USED, *(name for names in TOPICS.values() for name in names)]
+    assert len(MOST_USED) == 10 and len(placed) == len(set(placed))
+    assert set(placed) == set(SERVER_HELP) | set(ENGINE_HELP), "give a new setting a topic in TOPICS"
+
+
+def test_help_describes_the_most_used_flags_first_and_names_all_others(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, shown, _ = status(capsys, "serve", "--help")
+    lines = shown.splitlines()
+    assert code == 0 and len(lines) < 70 and max(map(len, lines)) <= 90
+    described = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert [f"--{name.replace('_', '-')}" for name in MOST_USED] == described[:10]
+    for name in {*SERVER_HELP, *ENGINE_HELP}:
+        assert f"--{name.replace('_', '-')}" in shown.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted", "unwanted"),
+    [
+        (("serve", "--help=graphs"), "--graph-buckets", "--port"),
+        (("serve", "--help", "limits"), "refused with 429", "--port"),
+        (("serve", "-h", "--help=logging"), "--log-format", None),
+        (("serve", "--help=max-num-seqs"), "sequences in the running batch", "--max-num-batched-tokens"),
+        (("serve", "--help=max_num"), "--max-num-batched-tokens", "--port"),
+        (("generate", "--help=model"), "--load-format", "--port"),
+        (("bench", "--help"), "--batch-sizes", "--request-rate"),
+        (("bench", "serve", "--help"), "--request-rate", "--batch-sizes"),
+        (("models", "show", "--help"), "--json", "--port"),
+        (("batch", "--help"), "--tool-call-parser", "--port"),
+    ],
+)
+def test_help_of_a_topic_a_flag_or_a_command(capsys, words, wanted, unwanted):
+    code, shown, _ = status(capsys, *words)
+    assert code == 0 and wanted in " ".join(shown.split()) and (unwanted is None or unwanted not in shown)
+
+
+def test_help_of_an_unknown_topic_names_the_nearest(capsys):
+    code, _, err = status(capsys, "serve", "--help=grahps")
+    assert code == 2 and "--help=grahps: no such topic or flag; did you mean 'graphs'?" in err
+    code, _, err = status(capsys, "models", "show", "x", "--jsn")
+    assert code == 2 and "unknown argument --jsn; did you mean '--json'?" in err
 
 
 def test_flags_reach_their_settings():
