@@ -154,7 +154,7 @@ def _cached() -> Iterator[tuple[str, Path]]:
 
 def _summary(source: ModelSource, machine: Machine) -> ModelSummary:
     path = Path(source.path)
-    values = {
+    values: dict[str, Any] = {
         "name": source.name,
         "path": source.path,
         "size_bytes": _size(path),
@@ -163,7 +163,7 @@ def _summary(source: ModelSource, machine: Machine) -> ModelSummary:
     try:
         config, is_4bit = gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(path), False)
     except ModelError as error:
-        return ModelSummary(**values, family="", state="unsupported", problem=str(error))  # type: ignore[arg-type]
+        return ModelSummary(**values, family="", state="unsupported", problem=str(error))
     problem = ""
     if source.kind == "hf":
         try:

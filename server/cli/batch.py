@@ -12,13 +12,14 @@ import json
 import os
 import queue
 import random
+import socket
 import ssl
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
@@ -287,7 +288,7 @@ class Connection:
     def _post(self, path: str, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
         if self._http.sock is None:
             self._http.connect()
-            self._http.sock.settimeout(READ_SECONDS)
+            cast(socket.socket, self._http.sock).settimeout(READ_SECONDS)
         self._http.request("POST", self._prefix + path, body, self._headers)
         response = self._http.getresponse()
         return response.status, response.headers, response.read()

@@ -53,7 +53,7 @@ def script(shell: str, prog: str, parsers: Mapping[str, Parser]) -> str:
 
 def places(parsers: Mapping[str, Parser]) -> Iterator[Place]:
     """Yield every command, the program itself first."""
-    found = {(): Place((), "")}
+    found: dict[tuple[str, ...], Place] = {(): Place((), "")}
     found[()].flags |= {"--help": ("show the help", None), "--version": ("show the version", None)}
     for name, parser in parsers.items():
         _add(found, tuple(name.split()), parser)

@@ -21,9 +21,11 @@ MAX_WIDTH = 100
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that prints errors as one line, and whose flags may belong to topics."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, add_help=False, allow_abbrev=False, **kwargs)
+    def __init__(self, prog: str | None = None, description: str | None = None, epilog: str | None = None):
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, add_help=False, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         self._most_used: Any = None
         self._topics: dict[str, Any] = {}
         self._flags_of: dict[str, list[str]] = {}

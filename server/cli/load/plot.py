@@ -17,7 +17,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
 LINE = "#444444"
 BINS = 60
 SUFFIXES = (".svg", ".png", ".pdf")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "axes.axisbelow": True, "grid.color": "#DDDDDD", "legend.frameon": False,
 }  # fmt: skip
