@@ -75,8 +75,11 @@ class Connection(asyncio.Protocol):
         self.is_open = True
         self.has_answered = False  # any byte of the current response
 
-    async def send(self, request: bytes) -> tuple[Measured, int, bytes]:
-        """Send a request; return what was measured, the status, and the body if it is not a stream of events."""
+    async def send(self, request: bytes, stream: bool) -> tuple[Measured, int, bytes]:
+        """Send a request; return what was measured, the status, and the body if it is not a stream of events.
+
+        `stream`: anything else than a stream is an error.
+        """
         self._parser = httptools.HttpResponseParser(self)
         self._line, self._body, self._is_stream, self._is_done = b"", b"", False, False
         self._has_length = self.has_answered = False
@@ -93,6 +96,8 @@ class Connection(asyncio.Protocol):
             found.error = f"status {status}: {self._body[:ERROR_BYTES].decode('utf-8', 'replace')}"
         elif self._is_stream and not self._is_done and not found.error:
             found.error = "the stream ended without [DONE]"
+        elif stream and not self._is_stream:
+            found.error = f"the response is no stream of events: {self._body[:ERROR_BYTES].decode('utf-8', 'replace')}"
         return found, status, self._body
 
     def close(self) -> None:
@@ -135,7 +140,9 @@ class Connection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if not self._is_stream:
             self._body += data
-            return
+            if not self._body.startswith(b"data:"):
+                return
+            self._is_stream, data, self._body = True, self._body, b""  # a server that names no type
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -179,20 +186,20 @@ class Client:
         self.origin = time.perf_counter()
         self._idle: list[Connection] = []
 
-    async def send(self, request: bytes) -> tuple[Measured, int, bytes]:
+    async def send(self, request: bytes, stream: bool) -> tuple[Measured, int, bytes]:
         """Send a request on an idle connection, or on a new one. Raises OSError."""
         while (connection := self._take()) is not None:
             if connection.is_open:
                 try:
-                    return await self._send_on(connection, request)
+                    return await self._send_on(connection, request, stream)
                 except ConnectionError:
                     if connection.has_answered:
                         raise  # else the server closed the idle connection meanwhile
-        return await self._send_on(await self._connect(), request)
+        return await self._send_on(await self._connect(), request, stream)
 
-    async def _send_on(self, connection: Connection, request: bytes) -> tuple[Measured, int, bytes]:
+    async def _send_on(self, connection: Connection, request: bytes, stream: bool) -> tuple[Measured, int, bytes]:
         try:
-            return await connection.send(request)
+            return await connection.send(request, stream)
         finally:
             if connection.is_open:
                 self._idle.append(connection)
@@ -210,7 +217,7 @@ class Client:
     async def json(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request and return the JSON of its response. Raises ConfigError with the server's own words."""
         try:
-            found, status, text = await self.send(self.target.request(method, path, body))
+            found, status, text = await self.send(self.target.request(method, path, body), stream=False)
         except OSError as error:
             raise ConfigError(f"{self.target.url}: {error}; is the server running?") from error
         if status != 200:
@@ -236,7 +243,7 @@ class Client:
             async with gate:
                 began = time.perf_counter() - self.origin
                 try:
-                    return (await self.send(request))[0]
+                    return (await self.send(request, stream=True))[0]
                 except OSError as error:
                     return Measured(sent=began, ended=time.perf_counter() - self.origin, error=str(error))
 

@@ -79,10 +79,13 @@ class _Paced(BaseHTTPRequestHandler):
         self.server.seen.append((time.perf_counter(), body, self.headers.get("Authorization")))  # type: ignore[attr-defined]
         if not body["stream"]:
             return self._answer(200, {"usage": {"prompt_tokens": 2 * len(body["prompt"].split()) + 1}})
+        if "whole" in self.path:
+            return self._answer(200, {"choices": [{"text": "red"}], "usage": {"completion_tokens": 1}})
         if "fail" in self.path:
             return self._answer(429, {"error": {"message": "too many"}})
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        if "untyped" not in self.path:
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.end_headers()
         for number in range(5):
             time.sleep(0.02 if number else 0.04)
@@ -136,6 +139,13 @@ def test_failed_requests_are_counted_named_and_leave_no_latency(
     report = json.loads(out.read_text())
     assert code == 1 and report["failed"] == 3 and report["median_ttft_ms"] is None
     assert "3 requests failed: status 429" in err and "too many" in err
+
+
+def test_a_response_that_is_no_stream_is_a_failure(paced: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, paced.url + "/whole", "--num-prompts", "2", "--warm-up", "0")
+    assert code == 1 and "2 requests failed: the response is no stream of events" in err
+    code, out, _ = run(capsys, paced.url + "/untyped", "--num-prompts", "2")
+    assert code == 0 and "Output tokens                                       10" in out
 
 
 @pytest.mark.parametrize(
