@@ -148,8 +148,9 @@ def _download_weights(name: str, file: str, commit: str) -> None:
     url = hf_hub_url(name, file, revision=commit)
     found = get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)
     repository = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-    if found.etag and found.size and _SHA256.fullmatch(found.etag):  # else the hub knows no hash to verify
-        blob = repository / "blobs" / found.etag
+    is_hashed = found.etag is not None and _SHA256.fullmatch(found.etag) is not None
+    if is_hashed and found.size and found.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        blob = repository / "blobs" / str(found.etag)
         blob.parent.mkdir(parents=True, exist_ok=True)
         # The token is for the hub only: large files come from another host, by a signed URL.
         is_hub = urlsplit(found.location).netloc == urlsplit(url).netloc
@@ -164,7 +165,7 @@ def _download_weights(name: str, file: str, commit: str) -> None:
                     found.location, sink, resume_size=sink.tell(), headers=headers, expected_size=found.size,
                     displayed_filename=file,
                 )  # fmt: skip
-                _verify(sink, found.etag, name, file)
+                _verify(sink, str(found.etag), name, file)
                 os.replace(f"{blob}.partial", blob)
     # Links the file into the snapshot; downloads it if the branch above did not.
     hf_hub_download(name, file, revision=commit, etag_timeout=TIMEOUT_SECONDS)

@@ -66,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         if batch.left:
             with _server(args, config) as (url, key, is_alive):
                 batch.run(url, key, min(args.concurrency, batch.left), is_alive)
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command to continue", file=sys.stderr)
+        raise
     finally:
         results.close()
         index.close()

@@ -166,16 +166,18 @@ def test_killed_runs_lose_and_double_no_line(run: Run, server: RunningServer, tm
     ids = [f"line {number}" for number in range(150)]
     write(tmp_path / "in.jsonl", [line(one, max_tokens=8, **{"messages": CHAT["messages"]}) for one in ids])
     out, rng, done = tmp_path / "out.jsonl", random.Random(0), 0
-    for _ in range(3):
+    for stop in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
         process = subprocess.Popen(
             [sys.executable, "-m", "server.cli", "batch", "in.jsonl", "out.jsonl", "--url", server.url],
-            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         wanted = done + rng.randint(5, 30)
         while count(out) < wanted and process.poll() is None:
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(stop)
+        shown = process.communicate()[1]
+        if stop == signal.SIGINT:
+            assert process.returncode == 130 and "run the same command to continue" in shown and "Trace" not in shown
         assert done < count(out)
         done = count(out)
     assert done < len(ids)  # else the last run would have nothing to do

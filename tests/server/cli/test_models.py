@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -13,6 +14,7 @@ from engine.library.recommended import RECOMMENDED
 from engine.models.registry import ENTRIES
 from engine.protocol.request import SamplingParams
 from server.cli import main as cli
+from tests.engine.checkpoint.gguf_samples import write_gguf
 from tests.hub_server import Hub
 
 
@@ -70,6 +72,15 @@ def test_a_folder_is_shown_and_never_removed(run, hub: Hub, tiny_model: Path) ->
     assert f"{tiny_model}" in run("show", str(tiny_model))[1]
     code, _, err = run("remove", str(tiny_model))
     assert code == 2 and tiny_model.exists() and "not in the hub's cache" in err
+
+
+def test_a_gguf_file_and_the_default_model_are_shown(run, hub: Hub, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "some.gguf", matrices=GGMLQuantizationType.Q4_1)
+    shown = json.loads(run("show", str(tmp_path / "some.gguf"), "--json")[1])
+    assert (shown["name"], shown["format"], shown["family"], shown["state"]) == ("some", "gguf", "llama", "ready")
+    assert shown["size_bytes"] == (tmp_path / "some.gguf").stat().st_size and shown["fit"]["fits"]
+    code, out, _ = run("show", "smollm2-135m-instruct")
+    assert code == 0 and "93.8 MiB, not on this machine" in out and hub.downloads() == []
 
 
 @pytest.mark.parametrize(
