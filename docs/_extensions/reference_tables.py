@@ -1,12 +1,14 @@
 """Tables of the reference pages, made from the code: settings, metrics, HTTP routes and request fields.
 
-Directives: `settings-table` with `server` or `engine`; `metrics-table`; `routes-table`; `fields-table` with the name of
-a schema in /openapi.json, and that of a field to list the object in it; `class-table` with the dotted name of a
-dataclass. Metrics and routes are those of a server that runs a tiny model while the site is built.
+Directives: `settings-table` with `server` or `engine`; `command-table` with the words of a command; `metrics-table`;
+`routes-table`; `fields-table` with the name of a schema in /openapi.json, and that of a field to list the object in it;
+`class-table` with the dotted name of a dataclass. Metrics and routes are those of a server that runs a tiny model while
+the site is built.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import functools
@@ -40,6 +42,25 @@ def settings_rows(kind: str) -> tuple[Sequence[str], list[Sequence[str]]]:
             default = SERVING_DEFAULTS.get(field.name, field.default)
             rows.append((f"`--{field.name.replace('_', '-')}`", _shown(default), helps[field.name]))
     return ("flag", "default", "meaning"), rows
+
+
+def command_rows(*words: str) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Return head and rows of a command's arguments, without those that are settings."""
+    from server.cli.main import command_parser
+    from server.cli.settings import setting_types
+
+    rows: list[Sequence[str]] = []
+    for action in command_parser(*words).actions():
+        is_setting = action.dest in setting_types() and action.default == argparse.SUPPRESS  # as flags.py adds them
+        if is_setting or isinstance(action.choices, dict) or "--help" in action.option_strings:
+            continue
+        name = max(action.option_strings, key=len, default=str(action.metavar or action.dest))
+        value = action.metavar if action.option_strings and action.nargs != 0 else None
+        if action.choices and action.option_strings:
+            value = "|".join(map(str, action.choices))
+        text = str(action.help or "").replace("%(default)s", str(action.default))
+        rows.append((f"`{name} {value}`" if value else f"`{name}`", text))
+    return ("argument", "meaning"), rows
 
 
 def _shown(default: Any) -> str:
@@ -189,6 +210,16 @@ class SettingsTable(_TableDirective):
         return self.table(*settings_rows(self.arguments[0]))
 
 
+class CommandTable(_TableDirective):
+    """`command-table`: the arguments of a command, such as `bench serve`."""
+
+    required_arguments = 1
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return self.table(*command_rows(*self.arguments))
+
+
 class MetricsTable(_TableDirective):
     """`metrics-table`: the metrics of /metrics."""
 
@@ -225,6 +256,7 @@ class ClassTable(_TableDirective):
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.add_directive("settings-table", SettingsTable)
+    app.add_directive("command-table", CommandTable)
     app.add_directive("metrics-table", MetricsTable)
     app.add_directive("routes-table", RoutesTable)
     app.add_directive("fields-table", FieldsTable)

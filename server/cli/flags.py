@@ -15,7 +15,7 @@ from engine import config as engine_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.cli.parser import Parser
-from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, PREFIX, read_environment, read_file
+from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, read_environment, read_file
 from server.cli.spelling import spell_settings
 from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 

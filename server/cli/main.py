@@ -71,13 +71,23 @@ def build_parser(chosen: str | None) -> Parser:
     return parser
 
 
+def command_parser(*words: str) -> Parser:
+    """Return the parser of a command, such as `bench serve` or `models pull`, with all its arguments."""
+    for count in range(len(words), 0, -1):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            parser = Parser(prog=f"{PROG} {name}", description=COMMANDS[name].help)
+            COMMANDS[name].add_arguments(parser)
+            for word in words[count:]:
+                parser = parser.subcommands()[word]
+            return parser
+    raise KeyError(words)
+
+
 def _refuse(command: str, word: str) -> NoReturn:
     """Print that an argument is unknown, with the nearest flag of the command, and exit with status 2."""
-    parser = Parser(prog=f"{PROG} {command}")
-    COMMANDS[command].add_arguments(parser)
-    parser.error(
-        f"unknown argument {word}" + (did_you_mean(word.partition("=")[0], parser.flags()) if word[0] == "-" else "")
-    )
+    parser = command_parser(command)
+    near = did_you_mean(word.partition("=")[0], parser.flags()) if word[0] == "-" else ""
+    parser.error(f"unknown argument {word}{near}")
 
 
 def _guarded(args: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
@@ -269,11 +279,7 @@ def _completion_arguments(parser: Parser) -> None:
 def _completion(args: argparse.Namespace) -> int:
     from server.cli.completion import script
 
-    parsers = {}
-    for name, command in COMMANDS.items():
-        parsers[name] = Parser(prog=f"{PROG} {name}", description=command.help)
-        command.add_arguments(parsers[name])
-    print(script(args.shell, PROG, parsers), end="")
+    print(script(args.shell, PROG, {name: command_parser(name) for name in COMMANDS}), end="")
     return 0
 
 

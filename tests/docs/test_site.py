@@ -38,6 +38,9 @@ def test_reference_pages_hold_what_the_code_defines(site: Path) -> None:
         return re.sub(r"<[^>]+>", "", (site / f"reference/{page}.html").read_text("utf-8"))
 
     assert "--max-num-seqs" in text("settings") and "--drain-seconds" in text("settings")
+    assert "--request-rate X" in text("commands") and "--concurrency N" in text("commands")
+    assert "--model TEXT" in text("commands") and "--help" not in text("commands")
+    assert "--max-num-seqs" not in text("commands"), "settings have a page"
     assert "encore_graph_replays_total" in text("metrics") and "encore_time_to_first_token_seconds" in text("metrics")
     assert "POST /v1/chat/completions" in text("http") and "max_new_tokens" in text("http")
     assert "update_weights" in text("python") and "graphed" in text("python")
