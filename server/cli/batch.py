@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
         "--concurrency", type=_positive, default=CONCURRENCY, metavar="N",
         help="maximum number of requests at a time (default: %(default)s)",
     )  # fmt: skip
-    add_serving_flags(parser, exclude=OWN_SETTINGS)
+    add_serving_flags(parser, leave_out=OWN_SETTINGS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -150,14 +150,14 @@ SERVING_DEFAULTS = {"warmup": "background"}
 
 
 def add_flags(
-    parser: Parser, *config_classes: type, defaults: Mapping[str, Any], exclude: Collection[str] = ()
+    parser: Parser, *config_classes: type, defaults: Mapping[str, Any], leave_out: Collection[str] = ()
 ) -> None:
     """Add a flag per field of the classes, by topics. `defaults` override the fields' defaults in the help."""
     settings = {
         setting.name: (setting, config_class)
         for config_class in config_classes
         for setting in dataclasses.fields(config_class)
-        if setting.name not in NOT_OFFERED and setting.name not in exclude
+        if setting.name not in NOT_OFFERED and setting.name not in leave_out
     }
     in_topics = [name for names in TOPICS.values() for name in names]
     topics = {**TOPICS, OTHER_TOPIC: tuple(name for name in settings if name not in (*MOST_USED, *in_topics))}
@@ -183,13 +183,13 @@ def _options(setting: dataclasses.Field, config_class: type, defaults: Mapping[s
     return options | {"type": _parser_of(type_name), "choices": choices, "metavar": metavar}
 
 
-def add_serving_flags(parser: Parser, exclude: Collection[str] = ()) -> None:
-    """Add the flags of a server and its engine, without those of the settings in `exclude`, and --config."""
+def add_serving_flags(parser: Parser, leave_out: Collection[str] = ()) -> None:
+    """Add the flags of a server and its engine, without those of the settings in `leave_out`, and --config."""
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS,
         help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",
     )  # fmt: skip
-    add_flags(parser, ServerConfig, EngineConfig, defaults=SERVING_DEFAULTS, exclude=exclude)
+    add_flags(parser, ServerConfig, EngineConfig, defaults=SERVING_DEFAULTS, leave_out=leave_out)
 
 
 def _parser_of(annotation: str) -> Callable[[str], Any]:
