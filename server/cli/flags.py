@@ -117,8 +117,8 @@ MOST_USED = (
 # The other flags, as --help groups them.
 TOPICS: Mapping[str, tuple[str, ...]] = {
     "network": (
-        "root_path", "http_workers", "in_process", "max_connections", "header_seconds", "body_seconds",
-        "write_seconds", "keep_alive_seconds", "drain_seconds",
+        "root_path", "allowed_hosts", "forwarded_allow_ips", "http_workers", "in_process", "max_connections",
+        "header_seconds", "body_seconds", "write_seconds", "keep_alive_seconds", "drain_seconds",
     ),
     "access": (
         "allow_unauthenticated", "admin_key_file", "allow_priority", "profile_folder", "trust_request_chat_template",
@@ -133,7 +133,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states", "logprobs_mode",
         "seed",
     ),
-    "logging": ("log_level", "log_format"),
+    "logging": ("log_level", "log_format", "progress"),
     "model": ("device", "load_format", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
