@@ -44,6 +44,7 @@ _BOOLEANS = (
     "enable_prefix_caching",
     "async_scheduling",
     "enable_return_hidden_states",
+    "progress",
     "cuda_graph_packed_seq",
     "cuda_graph_moe_dropless",
 )
@@ -59,6 +60,8 @@ class EngineConfig(NamesFields):
       generation_config.json, or what its .gguf file says; "engine": the defaults of SamplingParams; or a folder with a
       generation_config.json. SamplingParams given in Python keep their own defaults.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
+    - `progress`: show on standard error how far loading, captures and `Engine.generate` are: bars on a terminal, lines
+      elsewhere.
     - `enable_prefix_caching`: reuse KV pages of prompts with the same prefix. Default: unless the model has recurrent
       state, which refuses True.
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
@@ -123,6 +126,7 @@ class EngineConfig(NamesFields):
 
     logprobs_mode: str = "processed"
     seed: int = 0
+    progress: bool = True
 
     def __post_init__(self) -> None:
         choices = {

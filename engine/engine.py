@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
@@ -27,10 +27,11 @@ from engine.text.bad_words import bad_word_ids
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
-from engine.utils.progress import WarmProgress
+from engine.utils.progress import Progress
 from graph_cache.pool import GraphPool
 from graph_cache.validation import names_arguments
 
+PROGRESS_DELAY = 2.0  # seconds of generation before its progress is shown
 _EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"
 
 
@@ -66,7 +67,7 @@ class Engine:
             raise ConfigError("pool is for mode='training'; an inference engine creates its own (engine.pool)")
         self.config = config or EngineConfig()
         has_source = model is None or self.config.model != DEFAULT_MODEL
-        source = resolve_model(self.config.model, config_from_folder) if has_source else None
+        source = resolve_model(self.config.model, config_from_folder, self.config.progress) if has_source else None
         self.tokenizer = Tokenizer.try_load(source) if source else None
         self._loop = (
             build_loop(self.config, source, self.tokenizer)
@@ -78,7 +79,7 @@ class Engine:
         self._closed = False
         if self.config.warmup == "full":
             try:
-                self._loop.warm(WarmProgress())
+                self._warm()
             except BaseException:
                 self.close()
                 raise
@@ -109,16 +110,19 @@ class Engine:
         | None = None,
         *,
         prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate from prompts given as texts or token ids, and return one output per prompt, in order.
 
         `sampling_params` is one object, or mapping of its fields, for all prompts, or one per prompt. An output has
         `text`, `token_ids`, `logprobs`, `finish_reason` and `weight_version` of its first sequence, and all sequences
-        in `outputs`. Raises RequestError, before anything runs, if any prompt or parameter is invalid; a request that
-        fails later has finish_reason "error".
+        in `outputs`. `use_tqdm`: whether to show the progress on standard error; None: if it takes longer than 2
+        seconds and `EngineConfig.progress` is on. Raises RequestError, before anything runs, if any prompt or parameter
+        is invalid; a request that fails later has finish_reason "error".
         """
         self._require_open()
+        if not isinstance(use_tqdm, bool | None):
+            raise RequestError(f"use_tqdm={use_tqdm!r}: give True, False or None", param="use_tqdm")
         texts, ids = self._prompts(prompts, prompt_token_ids)
         ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
         params = [one.for_vocab(self.info.vocab_size) for one in self._params(sampling_params, len(ids))]
@@ -145,7 +149,10 @@ class Engine:
         try:
             for request in requests:
                 self._loop.add(request)
-            self._run(processor, outputs, len(requests), use_tqdm)
+            is_shown = self.config.progress if use_tqdm is None else use_tqdm
+            delay = PROGRESS_DELAY if use_tqdm is None else 0.0
+            with Progress("generating", "sequences", enabled=is_shown, delay=delay) as progress:
+                self._run(processor, outputs, len(requests), progress)
         finally:
             with self.pool.turn():
                 self._loop.abort(
@@ -154,21 +161,25 @@ class Engine:
                 self._loop.drop_events()
         return list(outputs.values())
 
-    def _run(self, processor: OutputProcessor, outputs: dict[str, RequestOutput], total: int, use_tqdm: bool) -> None:
-        with tqdm(total=total, disable=not use_tqdm, unit="seq") as bar:
-            while self._loop.has_work:
-                with self.pool.turn():
-                    for event in self._loop.step():
-                        delta = processor.process(event)
-                        if delta is None:
-                            continue
-                        outputs[delta.request_id].add(delta)
-                        if delta.abort:
-                            self._loop.abort([delta.child_id])
-                        if delta.finish_reason is not None:
-                            bar.update()
-                    if self._loop.has_work:
-                        self._loop.capture_between_steps()
+    def _run(
+        self, processor: OutputProcessor, outputs: dict[str, RequestOutput], total: int, progress: Progress
+    ) -> None:
+        started, num_finished, num_tokens = time.monotonic(), 0, 0
+        progress(0, total)
+        while self._loop.has_work:
+            with self.pool.turn():
+                for event in self._loop.step():
+                    delta = processor.process(event)
+                    if delta is None:
+                        continue
+                    outputs[delta.request_id].add(delta)
+                    num_tokens += len(delta.token_ids)
+                    num_finished += delta.finish_reason is not None
+                    if delta.abort:
+                        self._loop.abort([delta.child_id])
+                if self._loop.has_work:
+                    self._loop.capture_between_steps()
+            progress(num_finished, total, f"{num_tokens / (time.monotonic() - started):.0f} tokens/s")
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
@@ -229,10 +240,14 @@ class Engine:
         return self._loop.runner.cache.pool
 
     def warm(self) -> None:
-        """Capture all graphs of the warm-up now, with a progress bar on a terminal."""
+        """Capture all graphs of the warm-up now, and show the progress."""
         self._require_open()
         with self.pool.turn():
-            self._loop.warm(WarmProgress())
+            self._warm()
+
+    def _warm(self) -> None:
+        with Progress("capturing", "graphs", enabled=self.config.progress) as progress:
+            self._loop.warm(progress)
 
     def graphs(self) -> list[dict[str, Any]]:
         """Return the graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""

@@ -41,7 +41,7 @@ def seconds_of(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> 
     """
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in outputs]
     started = time.perf_counter()
-    answers = engine.generate(prompt_token_ids=prompts, sampling_params=params)
+    answers = engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
     seconds = time.perf_counter() - started
     for answer, count in zip(answers, outputs, strict=True):
         if len(answer.token_ids) != count:

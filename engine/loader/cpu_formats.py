@@ -18,6 +18,7 @@ from engine.layers.linear import Linear
 from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.models import Decoder, ModelConfig, build_model, config_from_dict
 from engine.models.interface import Model
+from engine.utils.progress import Progress
 
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 _DTYPE_OF_FORMAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
@@ -84,6 +85,7 @@ def load_gguf(
     device: str | torch.device = "cpu",
     cpu_weight_format: str = "auto",
     max_len: int | None = None,
+    progress: Progress | None = None,
 ) -> tuple[ModelConfig, Model]:
     """Load a GGUF file into a new model on `device`.
 
@@ -103,14 +105,16 @@ def load_gguf(
     model: Model
     if chosen == "int4":
         model = build_int4_model(config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1)
-        loaded = _fill_codes(model, source)
+        loaded = _fill_codes(model, source, progress)
     else:
         model = build_model(config, torch_dtype, device, max_len)
     try:
         slots = model.weight_slots()
-        for name in source.names():
-            if name not in loaded:
-                slots[name].write(source.weight(name))
+        names = source.names()
+        for done, name in enumerate((name for name in names if name not in loaded), len(loaded) + 1):
+            slots[name].write(source.weight(name))
+            if progress is not None:
+                progress(done, len(names))
     except KeyError as error:
         raise ModelError(f"{path}: weight {error} is not part of a {config.architecture}") from error
     return config, model
@@ -162,7 +166,7 @@ def _store_head_in_float32(model: Decoder) -> None:
         model.lm_head = Float32Head(*size, model.dtype)
 
 
-def _fill_codes(model: Decoder, source: GGUFModel) -> set[str]:
+def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = None) -> set[str]:
     """Fill every 4-bit projection with the codes of a file; return the names of the loaded weights.
 
     Each thread converts projections of its own. Threads that share the many small operations of a conversion wait for
@@ -181,14 +185,19 @@ def _fill_codes(model: Decoder, source: GGUFModel) -> set[str]:
         codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
         load_codes(layer, codes, scale, low + 8 * scale)
 
+    loaded: set[str] = set()
+    total = len(source.names())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of each operation
     try:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(convert, found))
+            for (_, names), _ in zip(found, pool.map(convert, found), strict=True):
+                loaded.update(names)
+                if progress is not None:
+                    progress(len(loaded), total)
     finally:
         torch.set_num_threads(threads)
-    return {name for _, names in found for name in names}
+    return loaded
 
 
 def _dense_copies_fit(config: ModelConfig, parallel: TensorParallel) -> bool:

@@ -23,6 +23,7 @@ from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
+from engine.utils.progress import Progress
 from graph_cache.validation import did_you_mean
 
 READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +51,9 @@ def load_hf_folder(
     return config, model
 
 
-def load_folder_weights(model: Model, folder: str | Path) -> None:
+def load_folder_weights(model: Model, folder: str | Path, progress: Progress | None = None) -> None:
     """Load the weights of a folder in Hugging Face layout into `model`. Raises ModelError naming the file."""
-    load_weights(model, iterate_shards(safetensors_files(folder)), str(folder))
+    load_weights(model, iterate_shards(safetensors_files(folder)), str(folder), progress)
 
 
 def safetensors_files(folder: str | Path) -> list[Path]:
@@ -103,7 +104,9 @@ def iterate_shards(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def load_weights(model: Model, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+def load_weights(
+    model: Model, tensors: Iterable[tuple[str, Tensor]], source: str, progress: Progress | None = None
+) -> None:
     """Write every tensor to its slot as it is read, and check that each slot is filled exactly once.
 
     Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding. Raises one ModelError
@@ -114,6 +117,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Tensor]], source: st
     problems: list[str] = []
     head: Tensor | None = None
     for name, tensor in model.split_stacked(tensors):
+        if progress is not None:
+            progress(len(slots) - len(unfilled), len(slots))
         if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
@@ -127,6 +132,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Tensor]], source: st
         else:
             problems.append(problem)
         unfilled.pop(name, None)
+    if progress is not None:
+        progress(len(slots) - len(unfilled), len(slots))
     if head is not None and EMBEDDING not in unfilled:
         problems += _tied_head_problem(head, slots[EMBEDDING])
     problems += [f"{name} is missing" for name in unfilled]

@@ -27,6 +27,7 @@ from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
+from engine.utils.progress import Progress
 from engine.worker.sizing import resolve
 from engine.worker.worker import Worker
 from graph_cache.manifest import Manifest
@@ -280,13 +281,15 @@ def load_model(
     if source.kind == "gguf" and config.load_format != "dummy":
         if parallel.size > 1:
             raise ModelError(f"{source.name} is a GGUF file, which can't be split over {parallel.size} ranks")
-        return load_gguf(
-            source.path,
-            dtype=config.dtype,
-            device=device,
-            cpu_weight_format=weight_format if device.type == "cpu" else "auto",
-            max_len=config.max_model_len,
-        )[1]
+        with _load_progress(config, source, parallel) as progress:
+            return load_gguf(
+                source.path,
+                dtype=config.dtype,
+                device=device,
+                cpu_weight_format=weight_format if device.type == "cpu" else "auto",
+                max_len=config.max_model_len,
+                progress=progress,
+            )[1]
     model: Model
     if weight_format == "int4":
         model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
@@ -295,8 +298,13 @@ def load_model(
     if config.load_format == "dummy":
         load_dummy(model, config.seed)
     else:
-        load_folder_weights(model, source.path)
+        with _load_progress(config, source, parallel) as progress:
+            load_folder_weights(model, source.path, progress)
     return model
+
+
+def _load_progress(config: EngineConfig, source: ModelSource, parallel: TensorParallel) -> Progress:
+    return Progress(f"loading {source.name}", "tensors", enabled=config.progress and parallel.is_first)
 
 
 def load_manifest(config: EngineConfig, source: ModelSource, weight_format: str) -> Manifest | None:

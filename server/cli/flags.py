@@ -96,6 +96,7 @@ ENGINE_HELP = {
     "graph_manifest": "file that records the graphs that traffic used",
     "logprobs_mode": "logprobs of the distribution that is sampled, or of the model's raw output",
     "seed": "base seed of offline requests that have none; a server uses random seeds",
+    "progress": "show the progress of loading and captures on standard error",
 }
 CHOICES = {
     "dtype": engine_config.DTYPES,
