@@ -29,6 +29,7 @@ from server.routes import admin as routes_admin
 from server.routes import chat_batch as routes_chat_batch
 from server.routes import generate as routes_generate
 from server.routes import messages as routes_messages
+from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
 from server.routes import responses as routes_responses
 from server.routes import sagemaker as routes_sagemaker
@@ -132,7 +133,7 @@ def create_app(
     # FastAPI matches routes in this order at every request: put the most frequent first.
     for routes in (
         routes_openai, routes_generate, routes_messages, routes_responses, routes_tokens, routes_admin, routes_status,
-        routes_server_info, routes_chat_batch, routes_sagemaker,
+        routes_server_info, routes_chat_batch, routes_ollama, routes_sagemaker,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets(), name="chat-assets")

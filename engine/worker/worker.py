@@ -6,6 +6,7 @@ executor, in one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -73,6 +74,7 @@ class Worker:
             enable_prefix_caching=config.enable_prefix_caching,
             async_scheduling=config.async_scheduling,
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
+            num_parameters=sum(math.prod(slot.shape) for slot in model.weight_slots().values()),
         )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0

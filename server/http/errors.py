@@ -1,8 +1,8 @@
 """Error responses: the table from exceptions to HTTP statuses, and the error body.
 
 Every response of 400 and above is `{"error": {"message", "type", "param", "code"}}`; that of a path in ANTHROPIC_PATHS
-is `{"type": "error", "error": {"type", "message"}, "request_id"}`. Routes raise exceptions and never build an error
-response themselves.
+is `{"type": "error", "error": {"type", "message"}, "request_id"}`, that of a path under OLLAMA_PREFIX `{"error":
+message}`. Routes raise exceptions and never build an error response themselves.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ log = logging.getLogger("encore.server")
 
 INVALID = "invalid_request_error"
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/")  # the first exactly, the second as a prefix
+OLLAMA_PREFIX = "/api/"
 THREAD_NOT_FOUND = "thread_not_found"
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
@@ -108,6 +109,8 @@ def is_anthropic(scope: Scope) -> bool:
 
 def in_format_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """Return an error body in the format of the API that the request is for."""
+    if scope["path"].startswith(OLLAMA_PREFIX):
+        return {"error": body["error"]["message"]}
     if not is_anthropic(scope):
         return body
     error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, INVALID), "message": body["error"]["message"]}

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS
 from server.schemas.anthropic_responses import AnthropicError
+from server.schemas.ollama_responses import OllamaError
 from server.schemas.responses import Answer, ErrorAnswer
 
 Responses = dict[int | str, dict[str, Any]]
@@ -38,6 +39,7 @@ def _refusals(*statuses: int | str, model: type[Answer] = ErrorAnswer) -> Respon
 
 REFUSALS = _refusals(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 ANTHROPIC_REFUSALS = _refusals(*REFUSALS, model=AnthropicError)
+OLLAMA_REFUSALS = _refusals(*REFUSALS, model=OllamaError)
 ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 431, 500, 503)
 NOT_SERVING = _refusals(500, 503)
 

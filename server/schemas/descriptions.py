@@ -129,6 +129,15 @@ OF_BODY = {
         "stop_sequences": "strings that end the text; removed from it",
         "thread": "create: no effect; continue: refused, so that clients send the whole conversation",
     },
+    "OllamaOptions": {
+        "repeat_penalty": "divides the scores of tokens of prompt and output",
+        "repeat_last_n": "-1: penalties count all tokens; 0: no penalties",
+        "num_predict": "maximum number of generated tokens; -1: what the context holds",
+    },
+    "OllamaShowBody": {
+        "name": "earlier name of model",
+        "verbose": "no effect",
+    },
     "StreamOptions": {
         "include_usage": "usage in a last chunk",
         "continuous_usage_stats": "usage so far in every chunk",
@@ -142,6 +151,26 @@ OF_BODY = {
         "version": "name of the new weights",
     },
 }  # fmt: skip
+_OLLAMA = {
+    "options": "sampling parameters",
+    "format": "json, or a JSON schema that the answer follows",
+    "think": "whether the model reasons before the answer, or how much: low, medium or high",
+    "stream": "answer as lines of JSON; default true",
+    "logprobs": "logprobs of the tokens in the answer",
+    "top_logprobs": "with logprobs: the most likely tokens to list",
+}
+OF_BODY["OllamaChatBody"] = _OLLAMA
+OF_BODY["OllamaGenerateBody"] = _OLLAMA | {
+    "prompt": "a text, for the model's chat template",
+    "raw": "generate from the prompt as it is, without the chat template",
+}
+OF_BODY["OllamaMessage"] = {
+    "thinking": "the reasoning of an earlier answer",
+    "images": "not supported",
+    "tool_calls": "calls of an earlier answer",
+    "tool_name": "the function whose result this is",
+    "tool_call_id": "the call whose result this is; default: the first one without a result",
+}
 OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _SCALARS = frozenset(("str", "int", "float", "bool", "bytes"))  # tried types of a union
 
-OBJECTS = frozenset(("stream_options",))  # fields that are one object, with fields of its own
+OBJECTS = frozenset(("stream_options", "options"))  # fields that are one object, with fields of its own
 
 
 def field_path(loc: Sequence[int | str]) -> str:

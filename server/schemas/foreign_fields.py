@@ -1,4 +1,4 @@
-"""Request fields of OpenAI, Anthropic, vLLM and SGLang that this server doesn't implement: one table.
+"""Request fields of OpenAI, Anthropic, vLLM, SGLang and Ollama that this server doesn't implement: one table.
 
 The table decides which fields are refused and which are accepted without effect. It drives the checks, the schemas of
 /openapi.json and docs/compatibility.md (scripts/compatibility).
@@ -18,6 +18,8 @@ SAMPLING = "sampling_params"  # of /generate
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES = "/v1/responses"
+OLLAMA_GENERATE, OLLAMA_CHAT = "/api/generate", "/api/chat"
+OPTIONS = "options"  # of Ollama's routes
 STREAM_OPTIONS = "stream_options"  # of the OpenAI routes
 PLACES = (
     COMPLETIONS,
@@ -30,6 +32,9 @@ PLACES = (
     MESSAGES,
     COUNT_TOKENS,
     RESPONSES,
+    OLLAMA_GENERATE,
+    OLLAMA_CHAT,
+    OPTIONS,
 )
 
 MAX_SHOWN_CHARS = 64  # of an unknown field's name, in errors
@@ -38,6 +43,7 @@ _OPENAI = (COMPLETIONS, CHAT)
 _INFERENCE = (*_OPENAI, GENERATE)
 _CHATS = (CHAT, TOKENIZE)
 _ANTHROPIC = (MESSAGES, COUNT_TOKENS)
+_OLLAMA = (OLLAMA_GENERATE, OLLAMA_CHAT)
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,24 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("speed", _ANTHROPIC, "how fast the answer is computed"),
     Ignored("user_profile_id workspace_id", _ANTHROPIC, "bookkeeping of Anthropic's platform"),
     Ignored("metadata service_tier", (MESSAGES,), "bookkeeping of Anthropic's platform"),
+    # Ollama's API.
+    Refused("suffix template", (OLLAMA_GENERATE,), "the prompt", ("",)),
+    Refused("context", (OLLAMA_GENERATE,), "the prompt", ([],), instead="send the conversation to /api/chat"),
+    Refused("images", (OLLAMA_GENERATE,), "the prompt: the model takes text only", ([],)),
+    Refused("truncate shift", _OLLAMA, "a prompt or answer that the context can't hold", (False,),
+            instead="send a shorter conversation"),
+    Refused("_debug_render_only", _OLLAMA, "the answer", (False,), instead="use /tokenize"),
+    Refused("width height steps", (OLLAMA_GENERATE,), "generated images", (0,)),
+    Ignored("keep_alive", _OLLAMA, "how long the model stays loaded: always"),
+    Refused("mirostat", (OPTIONS,), "sampling", (0,)),
+    Refused("tfs_z typical_p", (OPTIONS,), "sampling", (1,)),
+    Ignored("mirostat_tau mirostat_eta", (OPTIONS,), "the form of sampling that is refused"),
+    Refused("penalize_newline", (OPTIONS,), "penalties", (True,)),
+    Refused("vocab_only embedding_only logits_all", (OPTIONS,), "the answer", (False,)),
+    Ignored("num_keep", (OPTIONS,), "what is kept of a conversation that is cut; none is"),
+    Ignored("num_ctx", (OPTIONS,), "the context length, which is the server's: --max-model-len"),
+    Ignored("num_batch num_gpu main_gpu num_thread numa low_vram f16_kv use_mmap use_mlock", (OPTIONS,),
+            "how the model is loaded: the server's settings"),
 )  # fmt: skip
 
 
@@ -243,7 +267,7 @@ def refuse_unknown(place: str, body: Mapping[str, Any], implemented: Iterable[st
     for name, value in body.items():
         if value is not None and name not in FOREIGN_FIELDS[place]:
             shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}…"
-            prefix = f"{place}." if place == STREAM_OPTIONS else ""
+            prefix = f"{place}." if place in (STREAM_OPTIONS, OPTIONS) else ""
             hint = did_you_mean(name, implemented) or "; remove it"
             raise RequestError(f"{prefix}{shown} is not a known field{hint}", param=shown)
 

@@ -20,6 +20,9 @@ from server.schemas.foreign_fields import (
     FOREIGN_FIELDS,
     GENERATE,
     MESSAGES,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OPTIONS,
     RESPONSES,
     SAMPLING,
     STREAM_OPTIONS,
@@ -28,9 +31,11 @@ from server.schemas.foreign_fields import (
     Refused,
 )
 from server.schemas.generate import GenerateBody
+from server.schemas.ollama import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from server.schemas.openai_responses import ResponsesBody
 from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 
+OLLAMA_OPTIONS = {"num_predict": 3, "temperature": 0}
 BODIES = {
     COMPLETIONS: {"prompt": "red", "max_tokens": 3, "temperature": 0},
     CHAT: {"messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
@@ -40,11 +45,16 @@ BODIES = {
     MESSAGES: {"model": "tiny", "messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
     RESPONSES: {"input": "red", "max_output_tokens": 3, "temperature": 0},
     COUNT_TOKENS: {"model": "tiny", "messages": [{"role": "user", "content": "red"}]},
-}
+    OLLAMA_CHAT: {
+        "model": "tiny", "messages": [{"role": "user", "content": "red"}], "stream": False, "options": OLLAMA_OPTIONS,
+    },
+    OLLAMA_GENERATE: {"model": "tiny", "prompt": "red", "stream": False, "options": OLLAMA_OPTIONS},
+}  # fmt: skip
 MODELS = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, GENERATE: GenerateBody, TOKENIZE: TokenizeBody,
     DETOKENIZE: DetokenizeBody, STREAM_OPTIONS: StreamOptions,
     RESPONSES: ResponsesBody, MESSAGES: MessagesBody, COUNT_TOKENS: CountTokensBody,
+    OLLAMA_CHAT: OllamaChatBody, OLLAMA_GENERATE: OllamaGenerateBody, OPTIONS: OllamaOptions,
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
 # Names of every request field of each API, by place, read from its source at the version in the file.
@@ -61,7 +71,17 @@ def sent(place, name, value):
         return GENERATE, body | {"sampling_params": body["sampling_params"] | {name: value}}
     if place == STREAM_OPTIONS:
         return CHAT, BODIES[CHAT] | {"stream": True, "stream_options": {name: value}}
+    if place == OPTIONS:
+        return OLLAMA_CHAT, BODIES[OLLAMA_CHAT] | {"options": OLLAMA_OPTIONS | {name: value}}
     return place, BODIES[place] | {name: value}
+
+
+def message_of(error):
+    return error if isinstance(error, str) else error["message"]
+
+
+def param_of(error, otherwise):
+    return otherwise if isinstance(error, str) else error.get("param", otherwise)
 
 
 def entries(kind):
@@ -141,7 +161,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(server, place, 
     response = server.post(route, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error.get("param", name) == name and f"{name} is not supported" in error["message"]
+    assert param_of(error, name) == name and f"{name} is not supported" in message_of(error)
     for neutral in (None, *FOREIGN_FIELDS[place][name].neutral):
         route, body = sent(place, name, neutral)
         response = server.post(route, body)
@@ -165,7 +185,8 @@ def text_of(answer):
         return choice.get("text") or choice["message"]
     if "output" in answer:
         return [item["content"] for item in answer["output"]]
-    return next(answer[name] for name in ("tokens", "content", "input_tokens", "text") if name in answer)
+    names = ("tokens", "content", "input_tokens", "text", "message", "response")
+    return next(answer[name] for name in names if name in answer)
 
 
 @pytest.mark.parametrize("place", MODELS)
@@ -176,7 +197,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(server, place):
     hint = "text" if place == GENERATE else nearest
     response = server.post(*sent(place, misspelt, 1))
     assert response.status_code == 400, response.text
-    message = response.json()["error"]["message"]
+    message = message_of(response.json()["error"])
     assert f"{misspelt} is not a known field; did you mean '{hint}'?" in message
     assert server.post(*sent(place, misspelt, None)).status_code == 200
     response = server.post(*sent(place, "z" * 10_000, 1))
