@@ -22,6 +22,8 @@ PROG = "encore"
 EPILOG = f"""\
 examples:
   {PROG} serve --model ./my-model --port 9000
+  {PROG} chat
+  {PROG} run ./my-model "Say hello in French."
   {PROG} generate "Once upon a time" --max-tokens 32
 
 {PROG} COMMAND --help lists the flags of a command."""
@@ -173,6 +175,30 @@ def _generate(args: argparse.Namespace) -> int:
     return generate(args)
 
 
+def _chat_arguments(parser: Parser) -> None:
+    from server.cli import chat
+
+    chat.add_arguments(parser)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from server.cli import chat
+
+    return chat.run(args)
+
+
+def _run_arguments(parser: Parser) -> None:
+    from server.cli import run
+
+    run.add_arguments(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from server.cli import run
+
+    return run.run(args)
+
+
 def _graphs_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the running server (default: %(default)s)"
@@ -285,6 +311,8 @@ def _completion(args: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
+    "chat": Command("chat with a model in the terminal", _chat_arguments, _chat),
+    "run": Command("answer one prompt and stream the answer", _run_arguments, _run),
     "generate": Command("generate from one prompt and stream the output", _generate_arguments, _generate),
     "graphs": Command("show a running server's graph table", _graphs_arguments, _graphs),
     "tune": Command(
