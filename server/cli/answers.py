@@ -20,7 +20,7 @@ API_KEY = "ENCORE_API_KEY"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 # Control characters but tab and line feed: in a terminal, they could move the cursor or change settings.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# One request at a time; its graphs are captured while the user types.
+# One request at a time needs graphs and memory for one sequence.
 DEFAULTS = {"max_num_seqs": 1}
 
 

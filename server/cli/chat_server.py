@@ -98,9 +98,9 @@ class LocalServer:
         self._open = contextlib.AsyncExitStack()
         try:
             self._app = self._call(self._start(config))
-        except Exception:
-            self.close()
-            raise  # after Ctrl-C, the threads end with the process: loading a model can't be interrupted
+        except BaseException:
+            self.close()  # after Ctrl-C, this waits for the model to be loaded
+            raise
 
     async def _start(self, config: ServerConfig) -> Any:
         from engine.client.async_client import make_client

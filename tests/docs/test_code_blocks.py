@@ -70,7 +70,9 @@ def adapted(text: str, live: RunningServer, tiny_model: Path) -> str:
     """Return the block for this test's server and model."""
     address = live.url.removeprefix("http://")
     text = re.sub(r"(?:localhost|127\.0\.0\.1):8000", address, text)
-    return text.replace(".venv/bin/encore", "encore").replace(f'model="{DEFAULT_MODEL}"', f'model="{tiny_model}"')
+    text = text.replace(".venv/bin/encore", "encore").replace(f'model="{DEFAULT_MODEL}"', f'model="{tiny_model}"')
+    # A command with --url names a model that the server serves.
+    return re.sub(rf"(encore run ){DEFAULT_MODEL}(?!.*--url)", rf"\g<1>{tiny_model}", text)
 
 
 def test_every_fence_names_its_language() -> None:
@@ -105,7 +107,7 @@ def test_a_shell_block_runs(block: Block, live: RunningServer, tiny_model: Path,
     script = adapted(block.text, live, tiny_model)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=120,
+        timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     assert '"error"' not in done.stdout
