@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         server.close()
     if answer.finish_reason == "length":
-        limit = f"--max-tokens {args.max_tokens}" if args.max_tokens is not None else "the context"
+        own = "the end of the context, or the model's default length"
+        limit = f"--max-tokens {args.max_tokens}" if args.max_tokens is not None else own
         print(f"encore run: the answer was cut at {limit}", file=sys.stderr)
     return 0
 
