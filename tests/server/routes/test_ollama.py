@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from engine.protocol.request import SamplingParams
 from server.schemas import ollama_responses as wire
+from server.schemas.ollama import OllamaChatBody
 from tests.server.conftest import running, tiny_config
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -115,6 +117,24 @@ def test_options_are_sampling_parameters(server, options, same):
     found = server.answer(CHAT, chat(options=greedy | options))
     assert found["message"]["content"] == expected["choices"][0]["message"]["content"]
     assert found["eval_count"] == expected["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"presence_penalty": 1.0, "frequency_penalty": -1.0}, {"presence_penalty": 1.0, "frequency_penalty": -1.0}),
+        ({"repeat_penalty": 1.5, "presence_penalty": 1.0, "repeat_last_n": 0}, {"repetition_penalty": 1.0}),
+        ({"num_predict": -2}, {"max_tokens": 256}),
+        ({"num_predict": 7, "seed": 5, "stop": "a"}, {"max_tokens": 7, "seed": 5, "stop": ("a",)}),
+        ({"seed": -1, "min_p": 0.5, "top_k": 3, "top_p": 0.5}, {"min_p": 0.5, "top_k": 3, "top_p": 0.5}),
+    ],
+)
+def test_each_option_becomes_its_sampling_parameter(options, params):
+    defaults = {"repetition_penalty": 1.2, "temperature": 0.6}  # of the model
+    body, places = OllamaChatBody.model_validate({"model": "tiny", "messages": MESSAGES, "options": options}).chat(256)
+    plain = SamplingParams.from_dict({"max_tokens": None} | defaults | params)
+    assert body.sampling(defaults) == plain and places == ["messages[0]"]
 
 
 def test_a_stop_string_ends_the_answer(server):
