@@ -24,7 +24,7 @@ def build_loop(
     `tokenizer`: its end-of-text ids are added to the model's own, and grammars need it. Raises ConfigError or
     ModelError with what to do about it, and EngineDead if a worker process ends during the start.
     """
-    executor = start_executor(config, source or resolve_model(config.model, config.progress), _eos(tokenizer))
+    executor = start_executor(config, source or resolve_model(config.model, progress=config.progress), _eos(tokenizer))
     return EngineLoop(executor, _compiler(executor, tokenizer))
 
 

@@ -13,6 +13,7 @@ from server.serving.status_board import StatusBoard
 router = APIRouter(tags=["server"])
 
 
+@router.head("/", include_in_schema=False)  # how Ollama's command line asks whether a server is there
 @router.get("/", include_in_schema=False)
 async def status(request: Request) -> Response:
     """Return the status page, which polls this route for JSON every second, or the JSON."""

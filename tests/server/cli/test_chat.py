@@ -112,12 +112,13 @@ def test_a_conversation_in_a_terminal(long_server, terminal):
     assert re.search(r"temperature +0.0 .*max_tokens +6", shell.wait_for(">>> "), re.DOTALL)
     shell.send("/sett x\n")
     assert "unknown command /sett; did you mean '/set'?; see /help" in shell.wait_for(">>> ")
-    shell.send("/set max_tokens 4000\n")
-    shell.wait_for(">>> ")
+    for name in ("max_tokens", "min_tokens"):  # so that the answer doesn't end by itself
+        shell.send(f"/set {name} 3900\n")
+        shell.wait_for(">>> ")
     shell.send("/set temperature 2\n")
     shell.wait_for(">>> ")
     shell.send(QUESTION + "\n")
-    long_server.wait(lambda: long_server.service.client.stats().num_running == 1, "the request")
+    long_server.wait(lambda: long_server.service.in_flight == 1, "the request")
     shell.send("\x03")
     assert "(stopped)" in shell.wait_for(">>> ")
     long_server.wait_idle()
@@ -302,7 +303,7 @@ def test_reasoning_is_no_part_of_the_answer(start_server, command):
 
 
 def test_an_interrupt_ends_run_with_its_status(long_server):
-    words = ("run", "tiny", QUESTION, "--url", long_server.url, "--max-tokens", "4000", "--temperature", "2")
+    words = ("run", "tiny", QUESTION, "--url", long_server.url, "--max-tokens", "3900", "--min-tokens", "3900")
     with subprocess.Popen(
         [sys.executable, "-m", "server.cli", *words], env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -305,7 +305,7 @@ def test_names_may_have_the_tag_latest(server):
 
 def test_clients_learn_about_the_model(server):
     assert server.http.get("/api/version").json()["version"].count(".") == 2
-    assert server.http.head("/api/version").status_code == server.http.head("/api/tags").status_code == 200
+    assert {server.http.head(path).status_code for path in ("/", "/api/version", "/api/tags")} == {200}
     [listed] = wire.OllamaModels.model_validate(server.http.get("/api/tags").json()).models
     [loaded] = wire.OllamaLoaded.model_validate(server.http.get("/api/ps").json()).models
     assert listed.name == listed.model == loaded.name == "tiny:latest"

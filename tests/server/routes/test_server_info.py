@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from importlib.metadata import version
 
 from tests.engine.lively import SAMPLING_VARIANTS
+from tests.server.conftest import running, tiny_config
 
 NAMES = """
 num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
@@ -115,3 +118,15 @@ def test_openapi_describes_the_routes_and_no_page_loads_from_elsewhere(server):
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/graphs"} <= set(paths)
     assert server.http.get("/docs").status_code == 404
+
+
+def test_a_folder_is_served_under_its_name_and_its_tokenizer_warns_once(tiny_model, tmp_path, caplog, monkeypatch):
+    folder = tmp_path / "folder"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_prefix_space": True}))
+    monkeypatch.chdir(tmp_path)
+    with running(tiny_config("./folder", served_model_name=())) as server:  # engine and server load the tokenizer
+        assert [one["id"] for one in server.http.get("/v1/models").json()["data"]] == ["folder", "./folder"]
+    warnings = [record.getMessage() for record in caplog.records if "tokenizer.json decides" in record.getMessage()]
+    assert len(warnings) == 1 and "add_prefix_space=True" in warnings[0]
