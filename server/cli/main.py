@@ -106,7 +106,8 @@ def _guarded(args: argparse.Namespace, run: Callable[[argparse.Namespace], int])
             raise
         from server.cli.spelling import spell_settings
 
-        print(f"{PROG} {args.command}: error: {spell_settings(' '.join(str(exc).split()), args)}", file=sys.stderr)
+        message = spell_settings(" ".join(str(exc).split()), args, only_flags=args.command not in SERVING_COMMANDS)
+        print(f"{PROG} {args.command}: error: {message}", file=sys.stderr)
         return 2
 
 
@@ -309,6 +310,7 @@ def _completion(args: argparse.Namespace) -> int:
     return 0
 
 
+SERVING_COMMANDS = ("serve", "batch")  # also read ENCORE_* variables and a file
 COMMANDS: dict[str, Command] = {
     "serve": Command("serve a model over HTTP", _serve_arguments, _serve),
     "chat": Command("chat with a model in the terminal", _chat_arguments, _chat),

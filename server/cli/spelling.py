@@ -15,17 +15,20 @@ from engine.errors import ConfigError
 from server.cli.settings import PREFIX, read_environment, setting_types, written_keys
 
 
-def spell_settings(message: str, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+def spell_settings(
+    message: str, args: argparse.Namespace, environ: Mapping[str, str] = os.environ, *, only_flags: bool = False
+) -> str:
     """Return the message with the settings of a command spelled as given, and as flags if they were not given.
 
-    A name without an underscore may be an ordinary word, so it counts only before `=`. Repeated calls change nothing.
+    `only_flags`: the command reads neither variables nor a file. A name without an underscore may be an ordinary word,
+    so it counts only before `=`. Repeated calls change nothing.
     """
     flags = vars(args)
     path: str | None = None
     variables: Mapping[str, object] = {}
     keys: Mapping[str, str] = {}
-    if "config" in flags:  # the command also reads variables and a file
-        path = args.config or environ.get("ENCORE_CONFIG")
+    if not only_flags:
+        path = getattr(args, "config", None) or environ.get("ENCORE_CONFIG")
         with contextlib.suppress(ConfigError):  # which is then the error to report
             variables = read_environment(environ)
             keys = written_keys(path) if path else {}

@@ -275,7 +275,7 @@ def test_run_loads_a_model_in_this_process(tiny_model, server, command):
         (("run", "tiny", "red", "--api-key", "k"), "", "--api-key has no effect without --url"),
         (("run", "tiny", "red", "--url", "http://127.0.0.1:9"), "", "can't reach http://127.0.0.1:9/v1/models"),
         (("run", "other", "red", "--url", "{url}"), "", "'other' is not served; served models: tiny"),
-        (("chat", "--url", "{url}", "--top-p", "2"), "", "top_p must be"),
+        (("chat", "--url", "{url}", "--top-p", "2"), "", "--top-p must be"),
         (("chat", "other", "--url", "{url}"), "", "'other' is not served"),
         (("chat", "--modle", "x"), "", "unknown argument --modle; did you mean '--model'?"),
     ],
