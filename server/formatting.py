@@ -1,15 +1,89 @@
-"""Formatting of graph table values, for the graph page and `encore graphs`."""
+"""The graph table of GET /graphs as text, for the graph page and `encore graphs`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+Row = Mapping[str, Any]
 
-def site_name(row: Mapping[str, Any]) -> str:
-    """Return a row's site with its variant: the values, besides the bucket, that its graph was captured for."""
-    variant = ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
-    return f"{row['site']} ({variant})" if variant else str(row["site"])
+
+@dataclass(frozen=True)
+class Summary:
+    """What a set of rows adds up to. `computed` and `padded` count the batch rows of all replays."""
+
+    captured: int
+    total: int
+    used: int
+    failed: int
+    replays: int
+    padded: int
+    computed: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Summary:
+        return cls(
+            captured=sum(row["state"] == "captured" for row in rows),
+            total=len(rows),
+            used=sum(bool(row["replays"]) for row in rows),
+            failed=sum(bool(row.get("failure")) for row in rows),
+            replays=sum(row["replays"] for row in rows),
+            padded=sum(row["padded_rows"] for row in rows),
+            computed=sum(computed_rows(row) for row in rows),
+        )
+
+    @property
+    def padding(self) -> str:
+        return percent(self.padded, self.computed)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one captured callable. `shown` have replays or a failure, `unused` have neither."""
+
+    site: str
+    scope: str
+    phase: str
+    engine: str
+    summary: Summary
+    shown: list[Row]
+    unused: list[Row]
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """Group rows by site, scope, phase and engine, in the order of their first rows."""
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = (str(row["site"]), str(row["scope"]), str(row["phase"]), str(row.get("engine", "")))
+        parts.setdefault(key, []).append(row)
+    return [
+        Group(
+            *key, Summary.of(part),
+            shown=[row for row in part if is_notable(row)], unused=[row for row in part if not is_notable(row)],
+        )
+        for key, part in parts.items()
+    ]  # fmt: skip
+
+
+def is_notable(row: Row) -> bool:
+    """Whether a graph was replayed or failed to be captured."""
+    return bool(row["replays"] or row.get("failure"))
+
+
+def computed_rows(row: Row) -> int:
+    """Return the number of batch rows that a graph's replays computed, including padding."""
+    return int(row["replays"]) * int(row["bucket"])
+
+
+def variant(row: Row) -> str:
+    """Return the values, besides the bucket, that a row's graph was captured for."""
+    return ", ".join(f"{name}={value}" for name, value in (row.get("statics") or {}).items())
+
+
+def site_name(row: Row) -> str:
+    """Return a row's site with its variant."""
+    return f"{row['site']} ({variant(row)})" if row.get("statics") else str(row["site"])
 
 
 def human_bytes(count: int) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import http.client
 import json
 import math
+import os
 import re
 import sys
 import urllib.error
@@ -70,40 +71,17 @@ async def _print_continuation(config: Any, prompt: str, chat: bool, params: Any)
 
 
 def graphs(args: argparse.Namespace) -> int:
-    """Print a running server's graph table."""
+    """Print a running server's graphs: a summary, then a table per site."""
+    from server.cli.graph_table import graph_table
+
     url = _source(args.url).rstrip("/")
     body = _json(_read(url + "/graphs"), url)
     if args.json:
         print(json.dumps(body, indent=1))
         return 0
-    print(graph_table(body))
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(graph_table(body, show_all=args.all, coloured=coloured))
     return 0
-
-
-def graph_table(body: Mapping[str, Any]) -> str:
-    """Format the rows of GET /graphs as an aligned text table."""
-    from server.formatting import human_bytes, site_name
-
-    names = "site scope phase bucket state replays padding bytes capture engine digest"
-    headers = tuple(names.split())
-    lines = [headers]
-    for row in body["graphs"]:
-        computed = row["replays"] * row["bucket"]
-        padding = f"{100 * row['padded_rows'] / computed:.1f}%" if computed else "-"
-        lines.append(
-            (
-                site_name(row), str(row["scope"]), str(row["phase"]), str(row["bucket"]), str(row["state"]),
-                str(row["replays"]), padding, human_bytes(row["bytes"]), f"{row['capture_seconds']:.3f} s",
-                str(row["engine"]), str(row.get("digest", "")),
-            )
-        )  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    right = {headers.index(name) for name in ("bucket", "replays", "padding", "bytes", "capture")}
-
-    def cell(text: str, column: int) -> str:
-        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
-
-    return "\n".join("  ".join(cell(text, column) for column, text in enumerate(line)).rstrip() for line in lines)
 
 
 def tune(args: argparse.Namespace) -> int:

@@ -204,6 +204,7 @@ def _graphs_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the running server (default: %(default)s)"
     )
+    parser.add_argument("--all", action="store_true", help="list graphs without a replay too")
     parser.add_argument("--json", action="store_true", help="print the server's JSON")
 
 

@@ -1,6 +1,6 @@
 """Assemble a page from `static/`: one document with inline style and script that loads nothing else.
 
-The chat page is larger and loads its files; see chat.py.
+Larger pages load their files; see assets.py.
 
 The HTML files are Jinja templates; CSS and JS files are inserted unchanged. The template engine escapes all values. The
 page's Content-Security-Policy allows its own style and script by their hashes and nothing else.
@@ -41,7 +41,7 @@ _TEMPLATES = Environment(
 
 
 class Page:
-    """The page of `static/NAME.html`, `static/NAME.css` and `static/NAME.js`.
+    """The page of `static/NAME.html`, `static/NAME.css` and `static/NAME.js`, in the style of `static/shared`.
 
     `headers` are the response headers for the page, including its Content-Security-Policy.
 
@@ -50,7 +50,8 @@ class Page:
     """
 
     def __init__(self, name: str) -> None:
-        style, script = _read(f"{name}.css"), _read(f"{name}.js")
+        style = "".join(map(_read, ("shared/theme.css", "shared/board.css", f"{name}.css")))
+        script = _read(f"{name}.js")
         policy = (
             f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; connect-src 'self'; "
             "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -115,6 +115,7 @@ class StatusBoard:
             "uptime": max(0, round(time.time() - service.start_time)),
             "state": self._state(),
             "reasons": service.reasons_not_ready(),
+            "warm": dict(service.client.health().warm),
             "model": None,
             "queue": {"in_flight": service.all_in_flight, "limit": service.config.max_waiting},
             "history": {"step": STEP_SECONDS, **self._history.columns()},
@@ -130,7 +131,7 @@ class StatusBoard:
         ended = {reason: count for (reason,), count in service.metrics.ended.totals().items()}  # as seen by clients
         body["queue"] |= {"running": stats.num_running, "waiting": stats.num_waiting, "seats": info.max_num_seqs}
         body["engine"] = {
-            "restarts": health.restarts, "silent": round(health.silent, 1), "warm": health.warm,
+            "restarts": health.restarts, "silent": round(health.silent, 1),
             "last_error": stats.last_error[:MAX_ERROR_CHARS], "kv": stats.kv_cache_usage,
             "prefix_hits": share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "preemptions": stats.num_preemptions, "prompt_tokens": stats.prompt_tokens,

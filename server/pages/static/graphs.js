@@ -1,4 +1,5 @@
-// The page swaps in its own newer <main>: no flicker, the scroll position stays. Without scripts the whole page reloads.
+// The page swaps in its own newer <main>: no flicker, scroll position and unfolded parts stay. Without scripts the whole
+// page reloads.
 const REFRESH_SECONDS = 2;
 const note = document.getElementById("note");
 let asking = false;
@@ -9,9 +10,13 @@ setInterval(async () => {
     const answer = await fetch(location.href, { headers: { Accept: "text/html" }, cache: "no-store" });
     if (!answer.ok) throw new Error("the server answers " + answer.status);
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
-    const left = document.querySelector(".scroll") ? document.querySelector(".scroll").scrollLeft : 0;
+    for (const open of document.querySelectorAll("details[open]")) {
+      const same = fresh.querySelector("#" + open.id);
+      if (same) same.open = true;
+    }
+    const focused = document.activeElement.closest("details");
     document.querySelector("main").replaceWith(fresh);
-    if (document.querySelector(".scroll")) document.querySelector(".scroll").scrollLeft = left;
+    if (focused) document.querySelector("#" + focused.id + " summary")?.focus({ preventScroll: true });
     note.textContent = "";
   } catch (error) { note.textContent = "Not up to date: " + error.message; }
   asking = false;

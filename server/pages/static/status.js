@@ -185,6 +185,13 @@ $("more").addEventListener("click", () => {
   if (latest && latest.graphs) buckets(latest.graphs.buckets);
 });
 
+function warming(warm) {
+  $("warm").hidden = !warm.pending;
+  if (!warm.pending) return;
+  text($("warm-title"), whole(warm.captured) + " of " + whole(warm.captured + warm.pending) + " graphs captured");
+  $("warm-bar").style.width = (100 * warm.captured / (warm.captured + warm.pending)).toFixed(1) + "%";
+}
+
 const STATES = { ready: "ready", loading: "loading", recovering: "recovering", draining: "draining", dead: "dead" };
 function show(now) {
   latest = now;
@@ -194,6 +201,8 @@ function show(now) {
   $("banner").hidden = !now.reasons.length;
   text($("banner"), now.reasons.join("; "));
   text($("version"), "Encore " + now.version + ", up " + span(now.uptime));
+  $("banner").classList.toggle("waiting", now.state !== "dead");
+  warming(now.warm);
   charts(now);
   if (!m) return;
   text($("model"), m.name);
@@ -209,7 +218,7 @@ function show(now) {
   gauge("padding", g.padding, bytes(g.pool_bytes) + " memory pool", true);
   buckets(g.buckets);
   const facts = [["Output tokens", short(e.output_tokens)], ["Prompt tokens", short(e.prompt_tokens)],
-    ["Warm-up", (e.warm.mode || "–") + (e.warm.pending ? ", " + e.warm.pending + " to go" : "")],
+    ["Warm-up", now.warm.mode || "–"],
     ["Last report", e.silent.toFixed(1) + " s ago"], ["Restarts", whole(e.restarts), e.restarts ? "failed" : ""]];
   if (e.last_error) facts.push(["Last error", e.last_error, "failed"]);
   list("engine", facts);
@@ -234,6 +243,7 @@ async function refresh() {
     $("state").className = "pill unreachable";
     text($("state"), "not reachable");
     $("banner").hidden = false;
+    $("banner").classList.remove("waiting");
     text($("banner"), "The server can't be asked: " + error.message + ". What is shown is the last that was known.");
   }
   asking = false;

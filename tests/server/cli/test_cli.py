@@ -14,8 +14,9 @@ from engine.errors import ConfigError
 from graph_cache.buckets import Buckets
 from graph_cache.manifest import Manifest
 from server.cli import main as cli
-from server.cli.commands import graph_table, interpolated
+from server.cli.commands import interpolated
 from server.cli.flags import ENGINE_HELP, MOST_USED, SERVER_HELP, TOPICS, server_config
+from server.cli.graph_table import graph_table
 from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
 
@@ -208,23 +209,52 @@ def test_generate_refuses_an_empty_prompt(capsys, tiny_model):
     assert code == 2 and "prompt" in err.splitlines()[-1]
 
 
-def test_graphs_prints_a_running_servers_table(capsys, server):
+def test_graphs_prints_a_running_servers_summary_and_table(capsys, server):
     server.answer("/generate", {"text": "red", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
     code, out, _ = status(capsys, "graphs", "--url", server.url)
-    head, *rows = out.splitlines()
-    assert code == 0 and head.split()[:5] == ["site", "scope", "phase", "bucket", "state"]
-    assert any("decode" in row and "captured" in row for row in rows)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == ["model", "tiny"] and lines[1].startswith("captured")
+    assert any(line.startswith("decode: scope") for line in lines) and "\x1b" not in out
+    code, everything, _ = status(capsys, "graphs", "--url", server.url, "--all")
+    assert code == 0 and "unused" not in everything and len(everything.splitlines()) >= len(lines)
     for url in (server.url + "/", server.url.removeprefix("http://")):
         code, out, _ = status(capsys, "graphs", "--url", url, "--json")
         assert code == 0 and json.loads(out)["model"] == "tiny"
 
 
-def test_graph_table_aligns_its_columns():
-    row = {"site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "state": "captured", "replays": 10,
-           "statics": {}, "padded_rows": 20, "bytes": 3 * 2**20, "capture_seconds": 0.25, "engine": "x"}  # fmt: skip
-    head, first, second = graph_table({"graphs": [row, row | {"bucket": 256, "replays": 0}]}).splitlines()
-    assert "25.0%" in first and "3.0 MiB" in first and "0.250 s" in first
-    assert first.index(" 8 ") + 1 == second.index("256") + 2 == head.index("bucket") + 5
+GRAPH = {"site": "decode", "scope": "block", "phase": "decode", "bucket": 8, "state": "captured", "replays": 10,
+         "statics": {"context": 256}, "padded_rows": 20, "bytes": 3 * 2**20, "capture_seconds": 0.25,
+         "engine": "tape", "digest": "d1", "failure": None}  # fmt: skip
+UNUSED = GRAPH | {"bucket": 512, "replays": 0, "padded_rows": 0, "digest": "d2"}
+FAILED = UNUSED | {"bucket": 64, "state": "failed", "failure": "out of memory"}
+GRAPHS = {"model": "tiny", "warm": {"mode": "background", "pending": 2}, "pool_bytes": 2**20}
+
+
+def test_the_graph_table_begins_with_a_summary():
+    summary, *sections = graph_table(GRAPHS | {"graphs": [GRAPH, UNUSED, FAILED, GRAPH | {"site": "sampling"}]}).split(
+        "\n\n"
+    )
+    assert [line.split(maxsplit=1) for line in summary.replace("memory pool", "pool").splitlines()] == [
+        ["model", "tiny"], ["captured", "3 of 4 graphs, warm-up: background, 2 to go"], ["replays", "20 of 2 graphs"],
+        ["padding", "25.0% (40 of 160 rows)"], ["pool", "1.0 MiB"], ["failed", "1 graphs"],
+    ]  # fmt: skip
+    assert [section.split(":")[0] for section in sections] == ["decode", "sampling"]
+
+
+def test_the_graph_table_folds_unused_graphs_and_aligns_its_columns():
+    rows = [GRAPH, GRAPH | {"bucket": 1024}, UNUSED, FAILED]
+    _, head, first, second, failed, why, folded = graph_table(GRAPHS | {"graphs": rows}).split("\n\n")[1].splitlines()
+    assert "25.0%" in first and "3.0 MiB" in first and "0.250 s" in first and "context=256" in first
+    assert first.index(" 8 ") + 2 == second.index("1,024") + 5 == head.index("bucket") + 6
+    assert "failed" in failed and why.strip() == "out of memory" and folded.strip() == "1 unused: --all lists them"
+    assert "d2" in graph_table(GRAPHS | {"graphs": rows}, show_all=True)
+
+
+def test_the_graph_table_is_coloured_like_the_pages_and_names_an_eager_engine():
+    coloured = graph_table(GRAPHS | {"graphs": [GRAPH, FAILED]}, coloured=True)
+    assert "\x1b[32mcaptured\x1b[0m" in coloured and "\x1b[31mout of memory\x1b[0m" in coloured
+    assert "\x1b[33m  25.0%\x1b[0m" in coloured
+    assert graph_table(GRAPHS | {"graphs": []}) == "model   tiny\ngraphs  none: the engine runs eager"
 
 
 @pytest.fixture
