@@ -24,7 +24,8 @@ from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounters
-from server.pages.chat import Assets
+from server.pages.assets import Assets
+from server.pages.docs import DocsAssets
 from server.routes import admin as routes_admin
 from server.routes import chat_batch as routes_chat_batch
 from server.routes import generate as routes_generate
@@ -101,7 +102,8 @@ def create_app(
                 app.state.response_store = None
                 await store.close()
 
-    # No documentation pages: FastAPI's load scripts from other hosts. Its /openapi.json is built on the event loop.
+    # FastAPI's documentation pages load scripts from other hosts; server/pages/docs.py is ours. Its /openapi.json is
+    # built on the event loop; server/http/openapi.py builds it in a thread.
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, openapi_url=None, redirect_slashes=False,
         servers=[{"url": config.root_path}] if config.root_path else None,
@@ -136,7 +138,8 @@ def create_app(
         routes_server_info, routes_chat_batch, routes_ollama, routes_sagemaker,
     ):  # fmt: skip
         app.include_router(routes.router)
-    app.mount("/chat", Assets(), name="chat-assets")
+    app.mount("/chat", Assets("chat"), name="chat-assets")
+    app.mount("/docs", DocsAssets(), name="docs-assets")
     serve_openapi(app)
     return app
 

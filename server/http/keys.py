@@ -15,6 +15,7 @@ OPEN_PATHS = frozenset(
     {
         "/",
         "/chat",
+        "/docs",
         "/health",
         "/health_generate",
         "/ping",
@@ -26,7 +27,7 @@ OPEN_PATHS = frozenset(
         "/openapi.json",
     }
 )
-OPEN_PREFIX = "/chat/"  # the files of the chat page
+OPEN_PREFIXES = ("/chat/", "/docs/")  # the files of these pages
 ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/", "/server_info")
 
 
@@ -35,7 +36,7 @@ def check_key(keys: Keys, path: str, presented: str | None) -> None:
 
     Raises WireError 401 if the key is missing or not accepted, 403 if the admin routes are off.
     """
-    if path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+    if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
         return
     if is_admin_route := path.startswith(ADMIN_PREFIXES):
         if not keys.guards_admin:

@@ -1,4 +1,4 @@
-"""/openapi.json, and the responses, errors and security schemes in it.
+"""/openapi.json, and the responses, errors, examples and security schemes in it.
 
 By default FastAPI documents a 422 that this server never sends, and none of the errors that it does send.
 """
@@ -12,7 +12,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from server.config import ServerConfig
 from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS
+from server.http.request_examples import REQUEST_EXAMPLES
 from server.schemas.anthropic_responses import AnthropicError
 from server.schemas.ollama_responses import OllamaError
 from server.schemas.responses import Answer, ErrorAnswer
@@ -94,7 +96,7 @@ def serve_openapi(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Make `app.openapi()` return the actual responses and security schemes."""
+    """Make `app.openapi()` return the actual responses and security schemes, with examples."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -110,6 +112,8 @@ def _describe(app: FastAPI) -> None:
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
+                    if body := operation.get("requestBody"):
+                        body["content"]["application/json"]["example"] = _example(path, app.state.config)
                     if path.startswith(ADMIN_PREFIXES):
                         operation["security"] = [{"admin_key": []}]
                     elif path not in OPEN_PATHS:
@@ -118,3 +122,10 @@ def _describe(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _example(path: str, config: ServerConfig) -> dict[str, Any]:
+    """Return the route's example, with a served model's name where it is required."""
+    example = REQUEST_EXAMPLES[path]
+    name = (config.served_model_name or (config.engine.model,))[0]
+    return {"model": name, **example} if path.startswith("/v1/messages") else example

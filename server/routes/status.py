@@ -1,4 +1,4 @@
-"""GET /: the status page, or its values for clients that accept JSON. GET /chat: the chat page."""
+"""GET /: the status page, or its values for clients that accept JSON. GET /chat and GET /docs: pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from server.pages import chat as chat_page
+from server.pages import docs as docs_page
 from server.pages import page
 from server.pages import status as status_page
 from server.serving.status_board import StatusBoard
@@ -28,3 +29,9 @@ async def status(request: Request) -> Response:
 async def chat() -> Response:
     """Return the chat page, which sends its requests to /v1/chat/completions."""
     return HTMLResponse(chat_page.DOCUMENT, headers=chat_page.HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """Return the interactive API documentation, which reads /openapi.json."""
+    return HTMLResponse(docs_page.DOCUMENT, headers=docs_page.HEADERS)
