@@ -86,6 +86,14 @@ def site_name(row: Row) -> str:
     return f"{row['site']} ({variant(row)})" if row.get("statics") else str(row["site"])
 
 
+def warm_text(warm: Mapping[str, Any]) -> str:
+    """Return the warm-up mode, and how many graphs it has yet to capture; "" for an unknown mode."""
+    if "mode" not in warm:
+        return ""
+    is_ahead = warm.get("pending") and warm["mode"] != "lazy"  # lazy: on first use
+    return f"warm-up: {warm['mode']}" + (f", {warm['pending']:,} to go" if is_ahead else "")
+
+
 def human_bytes(count: int) -> str:
     """Format a byte count with a binary unit, such as 1.5 MiB."""
     size = float(count)

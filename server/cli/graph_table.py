@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.formatting import Group, Summary, computed_rows, groups, human_bytes, percent, variant
+from server.formatting import Group, Summary, computed_rows, groups, human_bytes, percent, variant, warm_text
 
 HEADERS = ("captured for", "bucket", "state", "replays", "padding", "bytes", "capture", "digest")
 RIGHT = {"bucket", "replays", "padding", "bytes", "capture"}
@@ -22,9 +22,7 @@ def graph_table(body: Mapping[str, Any], show_all: bool = False, coloured: bool 
 
 def _summary(body: Mapping[str, Any], paint: Any) -> str:
     total, warm = Summary.of(body["graphs"]), body.get("warm", {})
-    captured = f"{total.captured:,} of {total.total:,} graphs"
-    if "mode" in warm:
-        captured += f", warm-up: {warm['mode']}" + (f", {warm['pending']} to go" if warm.get("pending") else "")
+    captured = ", ".join(filter(None, (f"{total.captured:,} of {total.total:,} graphs", warm_text(warm))))
     lines = {
         "model": body["model"],
         "captured": paint(captured, "captured"),

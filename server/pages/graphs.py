@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from server.formatting import Group, Summary, computed_rows, groups, human_bytes, percent, variant
+from server.formatting import Group, Summary, computed_rows, groups, human_bytes, percent, variant, warm_text
 from server.pages.page import Page
 
 _PAGE = Page("graphs")
@@ -24,11 +24,8 @@ def render_graphs_page(body: Mapping[str, Any]) -> str:
 
 def _cards(total: Summary, warm: Mapping[str, Any], pool_bytes: int) -> list[dict[str, Any]]:
     """Return the summary above the tables: title, value, text under it, and the width of its bar or None."""
-    ready = f"warm-up: {warm['mode']}" if "mode" in warm else ""
-    if warm.get("pending"):
-        ready = f"{ready}, {warm['pending']} to go"
     return [
-        {"title": "Graphs captured", "value": f"{total.captured:,}", "unit": f" of {total.total:,}", "under": ready,
+        {"title": "Graphs captured", "value": f"{total.captured:,}", "unit": f" of {total.total:,}", "under": warm_text(warm),
          "width": _share(total.captured, total.total)},
         {"title": "Replays", "value": f"{total.replays:,}", "unit": "", "width": None,
          "under": f"of {total.used:,} of these graphs"},

@@ -186,8 +186,9 @@ $("more").addEventListener("click", () => {
 });
 
 function warming(warm) {
-  $("warm").hidden = !warm.pending;
-  if (!warm.pending) return;
+  const isWarming = Boolean(warm.pending) && warm.mode !== "lazy";  // lazy: captured on first use
+  $("warm").hidden = !isWarming;
+  if (!isWarming) return;
   text($("warm-title"), whole(warm.captured) + " of " + whole(warm.captured + warm.pending) + " graphs captured");
   $("warm-bar").style.width = (100 * warm.captured / (warm.captured + warm.pending)).toFixed(1) + "%";
 }

@@ -268,7 +268,9 @@ def test_the_models_sampling_defaults_are_shown_and_not_sent(open_page, server):
     page = opened(open_page, server)
     expect(page.locator("#temperature")).to_have_attribute("placeholder", "1")
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    expect(page.locator("#defaults")).to_be_hidden()
     page.reload()
+    expect(page.locator("#defaults")).to_be_visible()
     for name, value in (("temperature", "0.2"), ("top_p", "0.9"), ("max_tokens", "300"), ("min_p", "0")):
         expect(page.locator(f"#{name}")).to_have_attribute("placeholder", value)
     with page.expect_request("**/v1/chat/completions") as sent:
@@ -276,12 +278,16 @@ def test_the_models_sampling_defaults_are_shown_and_not_sent(open_page, server):
     assert not {"temperature", "top_p", "max_tokens"} & set(sent.value.post_data_json)
 
 
-def test_images_are_refused_with_a_reason_by_a_model_of_text(chat):
-    button = chat.locator("#attach")
-    expect(button).to_have_attribute("aria-disabled", "true")
-    expect(button).to_have_attribute("title", "tiny takes text only, no images.")
-    button.focus()
-    chat.keyboard.press("Enter")
+def test_a_model_of_text_has_no_image_button_and_refuses_a_pasted_image(chat):
+    expect(chat.locator("#attach")).to_be_hidden()
+    chat.locator("#prompt").evaluate(
+        """(prompt, bytes) => {
+        const clipboardData = new DataTransfer();
+        clipboardData.items.add(new File([new Uint8Array(bytes)], "dot.gif", { type: "image/gif" }));
+        prompt.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+    }""",
+        list(GIF),
+    )
     expect(chat.locator("#notice")).to_have_text("tiny takes text only, no images.")
 
 
@@ -292,7 +298,7 @@ def test_images_are_attached_for_a_model_that_takes_them(open_page, server):
     page = opened(open_page, server)
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
     page.reload()
-    expect(page.locator("#attach")).to_have_attribute("aria-disabled", "false")
+    expect(page.locator("#attach")).to_be_visible()
     picture = {"name": "dot.gif", "mimeType": "image/gif", "buffer": GIF}
     page.locator("#files").set_input_files([picture, picture])
     expect(page.locator("#images img")).to_have_count(2)

@@ -45,6 +45,13 @@ export class Answer {
     return parts;
   }
 
+  /** Return the parts of the whole answer, without its tokens. */
+  parts() {
+    const texts = ["reasoning", "content"].filter(kind => this[kind])
+      .map(kind => ({ kind, text: this[kind], runs: [{ text: this[kind], tokens: [] }] }));
+    return [...texts, ...this.calls.map(call => ({ kind: "call", call }))];
+  }
+
   get isEmpty() {
     return !this.content && !this.reasoning && !this.calls.length;
   }
@@ -60,13 +67,20 @@ export class Answer {
     return tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null;
   }
 
-  /** Return the answer as a message of the next request. */
-  message() {
-    return {
-      role: "assistant",
-      content: this.content,
-      ...(this.reasoning ? { reasoning: this.reasoning } : {}),
-      ...(this.calls.length ? { tool_calls: this.calls } : {}),
-    };
+  /** Return the answer for the history. One that is still streamed counts as stopped. */
+  kept() {
+    const { content, reasoning, calls, finishReason, usage, stats, error } = this;
+    const stopped = this.stopped || (finishReason === null && error === null);
+    const times = { started: 0, first: this.timeToFirstToken, last: this.#last === null ? null : this.#last - this.#started };
+    return { content, reasoning, calls, finishReason, usage, stats, error, stopped, times };
+  }
+
+  /** Return the answer that `kept` was made of. */
+  static opened({ times, ...fields }) {
+    const answer = Object.assign(new Answer(), fields);
+    answer.#started = times.started;
+    answer.#first = times.first;
+    answer.#last = times.last;
+    return answer;
   }
 }

@@ -14,6 +14,17 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
+/** Return why the model can't chat; null if it can, or if this can't be known. */
+export async function chatRefusal(key) {
+  try {
+    const response = await ask("tokenizer_info", { headers: headers(key), cache: "no-store" });
+    return (await response.json()).chat_template ? null : "no chat template";
+  } catch (error) {
+    if (!(error instanceof RequestFailed)) throw error;
+    return error.status === 400 ? "no tokenizer" : null;
+  }
+}
+
 /** Yield the chunks of an answer as they arrive. Aborting `signal` ends the request on the server too. */
 export async function* streamChat(body, key, signal) {
   const response = await ask("v1/chat/completions", {

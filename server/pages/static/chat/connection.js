@@ -1,8 +1,13 @@
-import { listModels, RequestFailed } from "./api.js";
+import { chatRefusal, listModels, RequestFailed } from "./api.js";
 import { byId, element } from "./dom.js";
 import { explained } from "./failure.js";
 
 const RETRY_MILLISECONDS = 2000;  // while the model loads
+
+const REMEDIES = {
+  "no tokenizer": "POST /v1/completions and /generate take token ids.",
+  "no chat template": "POST /v1/completions continues a text.",
+};
 
 /** The server's models, asked for when the page opens and when the key changes. */
 export class Connection {
@@ -22,7 +27,8 @@ export class Connection {
   async connect() {
     clearTimeout(this.#timer);
     try {
-      this.#show(await listModels(this.settings.key));
+      const models = await listModels(this.settings.key);
+      this.#show(models, await chatRefusal(this.settings.key));
     } catch (error) {
       if (!(error instanceof RequestFailed)) throw error;
       const { title, message } = explained(error);
@@ -32,14 +38,16 @@ export class Connection {
     }
   }
 
-  #show(models) {
+  #show(models, refusal) {
     const [model] = models;
     byId("model").replaceChildren(...models.map(one => element("option", {}, one.id)));
     byId("model").hidden = models.length < 2;
     byId("name").hidden = models.length > 1;
     byId("name").textContent = model.id;
     document.title = `${model.id} · Chat · Encore`;
-    show(model.id, `Context of ${model.max_model_len.toLocaleString("en-US")} tokens.`);
+    const context = `Context of ${model.max_model_len.toLocaleString("en-US")} tokens.`;
+    show(model.id, refusal ? `${model.id} has ${refusal}, so it can't chat. ${REMEDIES[refusal]}` : context);
+    document.body.classList.toggle("no-chat", refusal !== null);
     this.onModel(model);
   }
 }

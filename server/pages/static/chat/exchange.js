@@ -6,12 +6,15 @@ import { explained } from "./failure.js";
 import { requestBody } from "./request.js";
 import { InvalidSetting } from "./settings.js";
 
+const SAVE_MILLISECONDS = 2000;  // what a reload loses of an answer
+
 /** Sends the conversation and writes the answer into it; one at a time. */
 export class Exchange {
   #controller = null;
 
-  constructor({ settings, connection, conversation, panel }) {
-    Object.assign(this, { settings, connection, conversation, panel });
+  /** `onChange()` is called when the request is sent, and every few seconds while the answer arrives. */
+  constructor({ settings, connection, conversation, panel, onChange }) {
+    Object.assign(this, { settings, connection, conversation, panel, onChange });
   }
 
   get isRunning() {
@@ -42,6 +45,8 @@ export class Exchange {
     const answer = new Answer(), view = new AnswerView(), controller = new AbortController();
     this.conversation.addAnswer(answer, view);
     this.#setController(controller);
+    this.onChange();
+    const saving = setInterval(this.onChange, SAVE_MILLISECONDS);
     // Hundreds of chunks a second are written once per frame: each change of the page costs a layout.
     let parts = [], frame = null;
     const write = () => {
@@ -60,6 +65,7 @@ export class Exchange {
       else if (error instanceof RequestFailed) this.#fail(answer, error);
       else throw error;
     } finally {
+      clearInterval(saving);
       cancelAnimationFrame(frame);
       write();
       this.#setController(null);

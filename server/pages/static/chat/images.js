@@ -6,7 +6,7 @@ export class Images {
   #refusal = "The model is not known yet.";
 
   constructor() {
-    byId("attach").addEventListener("click", () => this.#refusal ? this.#refuse() : byId("files").click());
+    byId("attach").addEventListener("click", () => byId("files").click());
     byId("files").addEventListener("change", async event => {
       await this.#add(event.target.files);
       event.target.value = "";
@@ -23,9 +23,7 @@ export class Images {
   /** Allow images, or refuse them for a reason. */
   setRefusal(reason) {
     this.#refusal = reason;
-    const button = byId("attach");
-    button.setAttribute("aria-disabled", String(Boolean(reason)));
-    button.title = reason || "Attach images";
+    byId("attach").hidden = Boolean(reason);
     if (reason) this.take();
   }
 

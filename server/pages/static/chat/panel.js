@@ -1,28 +1,39 @@
 import { byId } from "./dom.js";
 
-const wide = matchMedia("(min-width: 60rem)");
-
-/** Show and hide the settings: beside the conversation where there is room, else over it. */
+/** A panel beside the conversation where the window is wide enough (`query`), else over it. */
 export class Panel {
-  #node = byId("settings");
-  #toggle = byId("toggle");
+  #node;
+  #toggle;
+  #close;
+  #wide;
 
-  constructor() {
+  /** `name` is the id of the panel; its buttons have the ids `toggle` and `close`. */
+  constructor(name, toggle, close, query) {
+    this.#node = byId(name);
+    this.#toggle = byId(toggle);
+    this.#close = byId(close);
+    this.#wide = matchMedia(query);
     this.#toggle.addEventListener("click", () => this.show(this.#node.hidden));
-    byId("close").addEventListener("click", () => this.#closeByUser());
+    this.#close.addEventListener("click", () => this.#closeByUser());
     this.#node.addEventListener("keydown", event => {
-      if (event.key === "Escape" && !wide.matches) this.#closeByUser();
+      if (event.key === "Escape" && !this.#wide.matches) this.#closeByUser();
     });
-    wide.addEventListener("change", () => this.show(wide.matches));
-    this.show(wide.matches);
+    this.#wide.addEventListener("change", () => this.show(this.#wide.matches));
+    this.show(this.#wide.matches);
   }
 
   show(isShown) {
     this.#node.hidden = !isShown;
     this.#toggle.setAttribute("aria-expanded", String(isShown));
-    const covers = isShown && !wide.matches;
-    byId("chat").inert = covers;
-    if (covers) byId("close").focus();
+    const covers = isShown && !this.#wide.matches;
+    this.#node.classList.toggle("over", covers);
+    byId("chat").inert = document.querySelector(".panel.over:not([hidden])") !== null;
+    if (covers) this.#close.focus();
+  }
+
+  /** Hide the panel if it covers the conversation. */
+  uncover() {
+    if (this.#node.classList.contains("over")) this.show(false);
   }
 
   /** Make an input visible and focus it. */

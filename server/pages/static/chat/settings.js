@@ -65,6 +65,7 @@ export class Settings {
       const input = this.form.elements[name];
       if (input?.type === "number") input.placeholder = value;
     }
+    document.getElementById("defaults").hidden = !Object.keys(defaults).length;
   }
 
   reset() {
