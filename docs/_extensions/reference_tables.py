@@ -64,7 +64,7 @@ def command_rows(*words: str) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def _shown(default: Any) -> str:
-    if default is None or default == () or default is dataclasses.MISSING:
+    if default in (None, (), "") or default is dataclasses.MISSING:
         return ""
     if isinstance(default, (tuple, list)):
         return f"`{','.join(map(str, default))}`"

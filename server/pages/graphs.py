@@ -25,8 +25,8 @@ def render_graphs_page(body: Mapping[str, Any]) -> str:
 def _cards(total: Summary, warm: Mapping[str, Any], pool_bytes: int) -> list[dict[str, Any]]:
     """Return the summary above the tables: title, value, text under it, and the width of its bar or None."""
     return [
-        {"title": "Graphs captured", "value": f"{total.captured:,}", "unit": f" of {total.total:,}", "under": warm_text(warm),
-         "width": _share(total.captured, total.total)},
+        {"title": "Graphs captured", "value": f"{total.captured:,}", "unit": f" of {total.total:,}",
+         "under": warm_text(warm), "width": _share(total.captured, total.total)},
         {"title": "Replays", "value": f"{total.replays:,}", "unit": "", "width": None,
          "under": f"of {total.used:,} of these graphs"},
         {"title": "Padding in replays", "value": total.padding.removesuffix("%"),

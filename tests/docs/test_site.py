@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning and loads nothing from other hosts."""
+"""The documentation site builds without a warning, loads nothing from other hosts, and fits a phone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.server.pages.conftest import NARROW, browser
+
+__all__ = ["browser"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
 EXTERNAL = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*(?:src|href)=["'](?:https?:)?//""")
 
@@ -49,5 +53,32 @@ def test_reference_pages_hold_what_the_code_defines(site: Path) -> None:
     assert "no effect: " not in text("http") and "not supported: " not in text("http")
 
 
+def test_the_site_opens_with_a_request_and_shows_no_benchmark(site: Path) -> None:
+    opening = (site / "index.html").read_text("utf-8").partition("<article")[2]
+    assert 0 < opening.index("curl") < opening.index("<img") and "overview" not in opening
+
+
+def test_cells_of_wide_tables_name_their_column(site: Path) -> None:
+    page = (site / "reference/http.html").read_text("utf-8")
+    assert 'data-label="default"' in page and 'class="wide ' in page
+    assert "data-label" not in (site / "quickstart.html").read_text("utf-8"), "a phone has room for two columns"
+
+
 def test_long_names_in_tables_may_break(site: Path) -> None:
     assert "argument_<wbr>without_<wbr>memory" in (site / "refusals.html").read_text("utf-8")
+
+
+CUT = """() => [...document.querySelectorAll("article :is(pre, table, .table-wrapper)")]
+    .filter(node => node.scrollWidth > node.clientWidth + 2).map(node => node.textContent.slice(0, 80))"""
+
+
+def test_a_phone_shows_tables_and_code_without_scrolling_sideways(site: Path, browser: Any) -> None:
+    context = browser.new_context(viewport=NARROW)
+    page = context.new_page()
+    cut = {}
+    for path in sorted(site.rglob("*.html")):
+        page.goto(path.as_uri())
+        cut[str(path)] = page.evaluate(CUT)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    context.close()
+    assert len(cut) > 20 and {path: nodes for path, nodes in cut.items() if nodes} == {}

@@ -1,4 +1,4 @@
-"""Conversations of the chat page that the browser keeps: reopened, renamed, exported, deleted; and what it can't keep."""
+"""Conversations that the browser keeps for the chat page: reopened, renamed, exported, deleted; and its limits."""
 
 from __future__ import annotations
 
