@@ -53,16 +53,17 @@ class Group:
 
 def groups(rows: Iterable[Row]) -> list[Group]:
     """Group rows by site, scope, phase and engine, in the order of their first rows."""
-    parts: dict[tuple[str, ...], list[Row]] = {}
+    parts: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         key = (str(row["site"]), str(row["scope"]), str(row["phase"]), str(row.get("engine", "")))
         parts.setdefault(key, []).append(row)
     return [
         Group(
-            *key, Summary.of(part),
-            shown=[row for row in part if is_notable(row)], unused=[row for row in part if not is_notable(row)],
+            site, scope, phase, engine, Summary.of(part),
+            shown=[row for row in part if is_notable(row)],
+            unused=[row for row in part if not is_notable(row)],
         )
-        for key, part in parts.items()
+        for (site, scope, phase, engine), part in parts.items()
     ]  # fmt: skip
 
 

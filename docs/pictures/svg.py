@@ -1,4 +1,8 @@
-"""A small SVG canvas: boxes, arrows and texts that follow the reader's light or dark colour scheme."""
+"""A small SVG canvas: boxes, arrows and texts that follow the reader's light or dark colour scheme.
+
+Teal and orange are those of the pages (server/pages/static/shared/theme.css): graphs and replays are teal, work on the
+host and eager steps orange. Blue is for a further kind.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ STYLE = """
   .title { font-weight: 600 }
   .group { fill: none; stroke: #8c959f; stroke-dasharray: 5 4 }
   .plain { fill: #f6f8fa; stroke: #8c959f }
+  .teal { fill: #dcefed; stroke: #0b7a6f }
+  .orange { fill: #fff1d6; stroke: #d98a1c }
   .blue { fill: #ddf4ff; stroke: #0072b2 }
-  .orange { fill: #fff1d6; stroke: #c98500 }
-  .green { fill: #dcf5ea; stroke: #009e73 }
   .empty { fill: none; stroke: #8c959f }
   .line { fill: none; stroke: #57606a; stroke-width: 1.5 }
   .head { fill: #57606a }
@@ -21,9 +25,9 @@ STYLE = """
     text { fill: #e6edf3 }
     .small { fill: #9da7b1 }
     .plain { fill: #21262d; stroke: #6e7681 }
+    .teal { fill: #0f332f; stroke: #4cc9b6 }
+    .orange { fill: #3d2b05; stroke: #d9963a }
     .blue { fill: #0b2f47; stroke: #56b4e9 }
-    .orange { fill: #3d2b05; stroke: #e69f00 }
-    .green { fill: #06392b; stroke: #2fbf95 }
     .group, .empty { stroke: #6e7681 }
     .line { stroke: #9da7b1 }
     .head { fill: #9da7b1 }
