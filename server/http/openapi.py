@@ -128,4 +128,4 @@ def _example(path: str, config: ServerConfig) -> dict[str, Any]:
     """Return the route's example, with a served model's name where it is required."""
     example = REQUEST_EXAMPLES[path]
     name = (config.served_model_name or (config.engine.model,))[0]
-    return {"model": name, **example} if path.startswith("/v1/messages") else example
+    return {"model": name, **example} if path.startswith(("/v1/messages", "/api/")) else example

@@ -25,5 +25,8 @@ REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": _COMPLETION["prompt"]},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/invocations": _CHAT,
+    "/api/chat": {"messages": _CHAT["messages"], "options": {"num_predict": 64}, "stream": False},
+    "/api/generate": {"prompt": _COMPLETION["prompt"], "options": {"num_predict": 16}, "stream": False},
+    "/api/show": {},
     "/weights/update": {"path": "/models/step-1", "version": "step-1"},
 }
