@@ -330,7 +330,7 @@ def test_an_offline_run_without_seeds_is_reproducible(make_engine):
         ({"prompt_token_ids": [[1]], "sampling_params": [None]}, "sampling_params"),
         ({"prompt_token_ids": [[1]], "sampling_params": "greedy"}, "sampling_params"),
         ({"prompt_token_ids": [[1]], "sampling_params": 3}, "sampling_params"),
-        ({"prompt_token_ids": [[1]], "sampling_params": greedy(stop_token_ids=(320,))}, "stop_token_ids"),
+        ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
         ({"prompt_token_ids": [[1]], "sampling_params": greedy(logit_bias={320: 1.0})}, "logit_bias"),
     ],
 )
