@@ -36,7 +36,7 @@ class ModelInfo:
     enable_prefix_caching: bool
     async_scheduling: bool
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of a server's requests
-    num_parameters: int = 0  # of the whole model
+    num_parameters: int = 0  # of the whole model; 0: unknown
 
 
 @dataclass(frozen=True, kw_only=True)

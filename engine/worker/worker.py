@@ -74,7 +74,7 @@ class Worker:
             enable_prefix_caching=config.enable_prefix_caching,
             async_scheduling=config.async_scheduling,
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
-            num_parameters=sum(math.prod(slot.shape) for slot in model.weight_slots().values()),
+            num_parameters=_num_parameters(model),
         )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0
@@ -188,3 +188,12 @@ class Worker:
         finally:
             if self._on_close is not None:
                 self._on_close()
+
+
+def _num_parameters(model: Model) -> int:
+    """Return the number of parameters of the whole model, or 0 if its weights have no Hugging Face names."""
+    try:
+        slots = model.weight_slots()
+    except ModelError:  # such as experts of a Megatron model: it runs, but its weights can't be updated by name
+        return 0
+    return sum(math.prod(slot.shape) for slot in slots.values())

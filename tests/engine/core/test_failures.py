@@ -149,7 +149,7 @@ def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
 def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
     loop = make_engine(warmup=warmup).loop
-    frozen, commands = [], iter([Submit([request("a", PROMPTS[0], greedy(5))]), *[None] * 30, Stop()])
+    frozen, commands = [], iter([Submit([request("a", PROMPTS[0], greedy(5))]), *[None] * 3000, Stop()])
 
     def receive(timeout):
         frozen.append(gc.get_freeze_count())

@@ -226,7 +226,7 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
     tracker.set_states({"model-parallel-rng": generator})
     with training() as engine:
         engine.attach(gpt())
-        assert generator in engine._modules[0].job.generators
+        assert generator in engine._networks[0].graphs[0].job.generators  # noqa: SLF001
 
 
 def test_dropout_is_checked_at_attach_not_from_settings():
