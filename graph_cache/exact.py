@@ -51,14 +51,11 @@ class Exact(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, HigherOrderOperator) or func._schema.name.startswith(OWN_ALGORITHMS):
             self.is_complete = False
             return result
         aliases = func._schema.is_mutable or any(value.alias_info is not None for value in func._schema.returns)
         if aliases or torch.Tag.nondeterministic_seeded in func.tags:
-            return result
-        if func._schema.name.startswith(OWN_ALGORITHMS):
-            self.is_complete = False
             return result
         try:
             wide = func(*tree_map(_wider, args), **tree_map(_wider, kwargs))
