@@ -67,10 +67,6 @@ class StorageAudit(DecomposingMode):
     supports_higher_order_operators = True
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler at the first operation
-
-    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # False would run compiled functions uncompiled, which rounds differently
 

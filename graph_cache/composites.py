@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import torch
 from torch._C import DispatchKey
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_cache.dispatch_mode import DispatchMode
 
 # Fused operations that call composite ones, which see `requires_grad` in eager.
 FUSED = frozenset(("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"))
@@ -27,7 +28,7 @@ def is_composite(func: torch._ops.OpOverload, device_types: frozenset[str]) -> b
     return _registered(func, "CompositeImplicitAutograd") and not any(_registered(func, key) for key in kernels)
 
 
-class DecomposingMode(TorchDispatchMode):
+class DecomposingMode(DispatchMode):
     """A dispatch mode that can run a composite operation with the dispatch keys of the code that calls it."""
 
     def __init__(self) -> None:

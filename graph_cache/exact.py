@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from graph_cache.dispatch_mode import DispatchMode
 
 WIDER = {
     torch.float16: torch.float64,
@@ -28,7 +29,7 @@ ULPS = 4  # by which results may differ after a tie
 TOLERANCE, MANY = 0.05, 0.1
 
 
-class Exact(TorchDispatchMode):
+class Exact(DispatchMode):
     """Dispatch mode that computes floating-point operations in float64 and rounds their results as usual.
 
     Views, operations in place and random numbers are computed as usual. `is_complete`: no other operation was.
@@ -39,10 +40,6 @@ class Exact(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.is_complete = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler at the first operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from graph_cache.dispatch_mode import DispatchMode
 
 POLL_SECONDS = 0.002  # between two questions: each may read from a pipe
 
@@ -55,7 +55,7 @@ class Interrupts:
         return checked
 
 
-class _Checks(TorchDispatchMode):
+class _Checks(DispatchMode):
     """Check for an interrupt before each operation, which runs as it would without this mode."""
 
     supports_higher_order_operators = True
@@ -63,10 +63,6 @@ class _Checks(TorchDispatchMode):
     def __init__(self, interrupts: Interrupts):
         super().__init__()
         self._interrupts = interrupts
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise the first operation would import the compiler, which takes a second or two
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._interrupts.check()

@@ -172,10 +172,6 @@ class TapeRecorder(DecomposingMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise the first operation would import the compiler, which takes a second or two
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._check()
         # The profiler of `observing_seeds` would be called for each function here, which takes as long as the rest.

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import storage_of
+from graph_cache.dispatch_mode import DispatchMode
 
 storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes
@@ -118,17 +119,13 @@ class GradientMemory:
         return outside, assigned
 
 
-class _MatmulInto(TorchDispatchMode):
+class _MatmulInto(DispatchMode):
     """Write matrix products into a buffer of their shape; use each buffer once."""
 
     def __init__(self, buffers: Sequence[Tensor], used: set[int]):
         super().__init__()
         self._free = list(buffers)
         self._used = used
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler at the first operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
