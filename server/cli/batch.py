@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import ConfigError
 from server.cli.batch_results import Index, InputLine, Results, is_same_file, read_input
-from server.cli.parser import Parser
+from server.cli.parser import Parser, whole_number
 
 CONCURRENCY = 256
 READ_SECONDS = 3600.0  # of one response: long outputs, behind a long queue
@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("output", metavar="OUT.jsonl", help="results; those of an interrupted run are continued")
     parser.add_argument("--url", help="a running server, with its key in OPENAI_API_KEY (default: start one)")
     parser.add_argument(
-        "--concurrency", type=_positive, default=CONCURRENCY, metavar="N",
+        "--concurrency", type=whole_number(1, 4096), default=CONCURRENCY, metavar="N",
         help="maximum number of requests at a time (default: %(default)s)",
     )  # fmt: skip
     add_serving_flags(parser, leave_out=OWN_SETTINGS)
@@ -331,9 +331,3 @@ class _Progress:
         if self._bar is not None:
             self.show()
             self._bar.close()
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 4096")
-    return int(text)

@@ -16,12 +16,13 @@ from typing import Any
 
 from engine.errors import ConfigError
 from server.cli.bench import require_writable
-from server.cli.parser import Parser
+from server.cli.parser import Parser, whole_number
 
 DATASETS = ("random", "sharegpt", "shared-prefix")
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 128
 BUSY = 0.8  # share of its time above which the client may be what limits the figures
 LATE_SECONDS = 0.1
+COUNT, COUNT_OR_ZERO = whole_number(1, 10_000_000), whole_number(0, 10_000_000)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", metavar="TEXT", help="model name (default: the first one that the server lists)")
     parser.add_argument("--chat", action="store_true", help="send chats to /v1/chat/completions, not /v1/completions")
     load = parser.add_argument_group("load")
-    load.add_argument("--num-prompts", type=_count, default=100, metavar="N", help="number of requests (default: 100)")
+    load.add_argument("--num-prompts", type=COUNT, default=100, metavar="N", help="number of requests (default: 100)")
     load.add_argument(
         "--request-rate", type=_rate, default=math.inf, metavar="X",
         help="requests per second; inf: all at once (default: inf)",
@@ -39,8 +40,8 @@ def add_arguments(parser: Parser) -> None:
         "--burstiness", type=_positive, default=1.0, metavar="X",
         help="1: Poisson arrivals; less: burstier; more: more even (default: 1)",
     )  # fmt: skip
-    load.add_argument("--max-concurrency", type=_count, metavar="N", help="maximum number of requests at a time")
-    load.add_argument("--warm-up", type=_count_or_zero, default=1, metavar="N", help="requests before (default: 1)")
+    load.add_argument("--max-concurrency", type=COUNT, metavar="N", help="maximum number of requests at a time")
+    load.add_argument("--warm-up", type=COUNT_OR_ZERO, default=1, metavar="N", help="requests before (default: 1)")
     load.add_argument("--ignore-eos", action="store_true", help="generate all output tokens; not every server can")
     load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature (default: 0)")
     load.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
@@ -48,18 +49,18 @@ def add_arguments(parser: Parser) -> None:
     data.add_argument("--dataset", choices=DATASETS, default="random", help="prompts (default: random)")
     data.add_argument("--dataset-path", metavar="FILE", help="a ShareGPT file, for sharegpt")
     data.add_argument(
-        "--input-tokens", type=_count, metavar="N",
+        "--input-tokens", type=COUNT, metavar="N",
         help=f"tokens of a prompt; for shared-prefix, after the prefix (default: {INPUT_TOKENS})",
     )  # fmt: skip
     data.add_argument(
-        "--output-tokens", type=_count, metavar="N",
+        "--output-tokens", type=COUNT, metavar="N",
         help=f"maximum tokens of an output (default: {OUTPUT_TOKENS}; for sharegpt, as the conversation)",
     )  # fmt: skip
     data.add_argument(
         "--range-ratio", type=_share, metavar="X", help="random lengths: up to this share more or less (default: 0)"
     )
-    data.add_argument("--prefix-tokens", type=_count, metavar="N", help="tokens of a shared prefix (default: 256)")
-    data.add_argument("--num-prefixes", type=_count, metavar="N", help="number of shared prefixes (default: 10)")
+    data.add_argument("--prefix-tokens", type=COUNT, metavar="N", help="tokens of a shared prefix (default: 256)")
+    data.add_argument("--num-prefixes", type=COUNT, metavar="N", help="number of shared prefixes (default: 10)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="also write the report to FILE")
     out.add_argument("--plot", metavar="FILE", help="also draw a plot: .svg, .png or .pdf; needs matplotlib")
@@ -213,20 +214,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
     if 0 < report["completed"] < 30:
         found.append(f"percentiles of {report['completed']} requests say little: raise --num-prompts")
     return found
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _count_or_zero(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, low: int) -> int:
-    if not text.isdecimal() or not low <= int(text) <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to 10000000")
-    return int(text)
 
 
 def _number(text: str) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine.errors import EngineError
+from server.cli.json_object import json_object
 
 if TYPE_CHECKING:
     from server.config import ServerConfig
@@ -55,11 +56,11 @@ class RemoteServer:
 
     def get(self, path: str) -> dict[str, Any]:
         with self._open(path, None, GET_SECONDS) as answer:
-            return _json(answer.read(), self._url + path)
+            return json_object(answer.read(), self._url + path, AnswerError)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         with self._open(path, json.dumps(body).encode(), GET_SECONDS) as answer:
-            return _json(answer.read(), self._url + path)
+            return json_object(answer.read(), self._url + path, AnswerError)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
         with self._open(path, json.dumps({**body, "stream": True}).encode(), None) as answer:
@@ -85,7 +86,7 @@ class RemoteServer:
             raise AnswerError(f"can't read {url}: {error}") from error
 
 
-class LocalServer:
+class InProcessServer:
     """A server's application without a socket, with an engine in this process. Its event loop runs in a thread.
 
     Raises the engine's error if the model can't be loaded.
@@ -114,10 +115,10 @@ class LocalServer:
         return app
 
     def get(self, path: str) -> dict[str, Any]:
-        return _json(b"".join(self._request("GET", path, b"")), path)
+        return json_object(b"".join(self._request("GET", path, b"")), path, AnswerError)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return _json(b"".join(self._request("POST", path, json.dumps(body).encode())), path)
+        return json_object(b"".join(self._request("POST", path, json.dumps(body).encode())), path, AnswerError)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
         chunks = self._request("POST", path, json.dumps({**body, "stream": True}).encode())
@@ -191,7 +192,7 @@ def open_server(url: str | None, key: str | None, settings: Mapping[str, Any]) -
     from server.config import ServerConfig
 
     engine = EngineConfig.from_dict(dict(settings))
-    return LocalServer(ServerConfig(engine=engine, in_process=True, response_store_entries=0))
+    return InProcessServer(ServerConfig(engine=engine, in_process=True, response_store_entries=0))
 
 
 def model_entry(server: ChatServer, name: str | None) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _events(lines: Iterable[bytes]) -> Generator[dict[str, Any]]:
     for line in lines:
         if not line.startswith(DATA) or line.rstrip() == DATA + b"[DONE]":
             continue
-        found = _json(line.removeprefix(DATA), "the stream")
+        found = json_object(line.removeprefix(DATA), "the stream", AnswerError)
         if "error" in found:
             raise AnswerError(_message(line.removeprefix(DATA), "the stream failed"))
         yield found
@@ -227,13 +228,3 @@ def _message(body: bytes, otherwise: str) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         return otherwise
-
-
-def _json(body: bytes, source: str) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except ValueError as error:
-        raise AnswerError(f"{source} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise AnswerError(f"{source} is not a JSON object")
-    return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from server.cli.json_object import json_object
 
 TIMEOUT_SECONDS = 10.0
 MIN_STEPS = 1000  # fewer come from a handful of requests: one request of 200 tokens is 200 steps of similar batches
@@ -75,7 +76,7 @@ def graphs(args: argparse.Namespace) -> int:
     from server.cli.graph_table import graph_table
 
     url = _source(args.url).rstrip("/")
-    body = _json(_read(url + "/graphs"), url)
+    body = json_object(_read(url + "/graphs"), url)
     if args.json:
         print(json.dumps(body, indent=1))
         return 0
@@ -174,7 +175,7 @@ def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
         args.metrics = _metrics_url(args.metrics) if _is_url(args.metrics) else args.metrics
         text = _read(args.metrics)
         return histogram_from_metrics(text, site=args.site, phase=args.phase), _max_num_seqs(text, args.phase)
-    fingerprint = _json(_read(args.manifest), args.manifest).get("fingerprint")
+    fingerprint = json_object(_read(args.manifest), args.manifest).get("fingerprint")
     if not isinstance(fingerprint, str):
         raise ConfigError(f"{args.manifest} is not a manifest: it has no fingerprint")
     manifest = Manifest.load(args.manifest, fingerprint)
@@ -201,7 +202,7 @@ def _bytes_of(args: argparse.Namespace) -> Callable[[int], int]:
         raise ConfigError(
             "--max-bytes needs the bytes of each graph: pass --graphs, a saved /graphs response or its URL"
         )
-    rows = _json(_read(source), source).get("graphs", ())
+    rows = json_object(_read(source), source).get("graphs", ())
     known: dict[str, dict[int, int]] = {}  # by site
     for row in rows:
         if row.get("state") == "captured" and row.get("phase") == args.phase and args.site in (None, row.get("site")):
@@ -260,13 +261,3 @@ def _read(source: str) -> str:
         raise ConfigError(f"can't reach {source} ({exc.reason}): is the server running?") from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:
         raise ConfigError(f"can't read {source}: {exc}") from exc
-
-
-def _json(text: str, source: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as exc:
-        raise ConfigError(f"{source} is not valid JSON: {exc}") from exc
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source} is not a JSON object")
-    return found

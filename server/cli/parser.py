@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from graph_cache.validation import did_you_mean
@@ -130,3 +130,14 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)
         print(parser.help_for(value or None), end="")
         parser.exit()
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Return the `type` of an argument that is a whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
