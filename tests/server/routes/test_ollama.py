@@ -60,7 +60,7 @@ def test_an_answer_and_its_stream_agree(server, path, body):
     model, text = (wire.OllamaChat, "message") if path == CHAT else (wire.OllamaGenerated, "response")
     model.model_validate(answer)
     *pieces, last = lines(server, path, {name: value for name, value in body.items() if name != "stream"})
-    assert len(pieces) >= 2 and all(piece["done"] is False for piece in pieces)
+    assert pieces and all(piece["done"] is False for piece in pieces)  # A slow reader gets several tokens in one.
     for line in (*pieces, last):
         model.model_validate(line)
     content = (lambda one: one["message"]["content"]) if text == "message" else (lambda one: one["response"])
