@@ -18,7 +18,6 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
-from engine.loader.shared_weights import share_weights
 from engine.models.registry import config_from_folder
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput
@@ -219,7 +218,7 @@ class Engine:
                 "be views of them; use update_weights"
             )
         with self.pool.turn():
-            shared = share_weights(trainer, self._loop.runner.model)
+            shared = self._loop.executor.call("share_weights", trainer)
             self._loop.weights_changed(version)
         return shared
 
@@ -237,7 +236,7 @@ class Engine:
     @property
     def pool(self) -> GraphPool:
         """The pool of this engine's graphs, for a training engine to share."""
-        return self._loop.runner.cache.pool
+        return self._loop.executor.graphs.pool
 
     def warm(self) -> None:
         """Capture all graphs of the warm-up now, and show the progress."""
@@ -247,7 +246,7 @@ class Engine:
 
     def _warm(self) -> None:
         with Progress("capturing", "graphs", enabled=self.config.progress) as progress:
-            self._loop.warm(progress)
+            self._loop.captures.warm(progress)
 
     def graphs(self) -> list[dict[str, Any]]:
         """Return the graph cache as rows of plain values: site, bucket, state, replays, padding, bytes, seconds."""

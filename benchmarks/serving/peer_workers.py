@@ -47,7 +47,10 @@ class Encore:
             )
         )
         info = self.engine.info
-        self.about = {"weights": info.weight_format, "attention": self.engine.loop.runner.attention.name}
+        self.about = {
+            "weights": info.weight_format,
+            "attention": self.engine.loop.executor.worker.runner.attention.name,
+        }
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations of exactly `tokens` tokens each."""

@@ -78,11 +78,11 @@ def prompts_for(rows: int, vocab: int, length: int = 24) -> list[list[int]]:
 
 def replay_against_eager(loop: EngineLoop, batches: list[int], repeats: int) -> list[dict]:
     """Time decode steps as graph replays, and the same callable run eagerly on the same static buffers."""
-    cache, site, rows = loop.runner.cache, loop.runner.site, []
+    cache, site, rows = loop.executor.worker.runner.cache, loop.executor.worker.runner.site, []
     statics = dict(site.variants[0])
     for batch in batches:
         plan = cache.plan(site.name, batch, **statics)
-        loop.runner.buffers.fill_dummy()
+        loop.executor.worker.runner.buffers.fill_dummy()
         replay = wall_ms(lambda plan=plan: cache.run(plan), repeats)
         with torch.inference_mode():
             eager = wall_ms(lambda plan=plan: site.run_eager(plan.key), repeats)
@@ -101,9 +101,9 @@ def recapture(loop: EngineLoop, times: int) -> dict[str, list[int]]:
     """Delete all graphs and capture them again; return the bytes in use with and without graphs, per round."""
     found: dict[str, list[int]] = {"with_graphs": [], "without": []}
     for _ in range(times):
-        loop.runner.cache.clear()
+        loop.executor.worker.runner.cache.clear()
         found["without"].append(device_bytes(loop))
-        loop.warm()
+        loop.captures.warm()
         torch.cuda.empty_cache()
         found["with_graphs"].append(device_bytes(loop))
     return found
@@ -113,15 +113,15 @@ def device_bytes(loop: EngineLoop) -> int:
     """Bytes in use: of the whole device on a GPU, of the graphs' pool on a CPU."""
     synchronize()
     if not torch.cuda.is_available():
-        return loop.runner.cache.pool_bytes
+        return loop.executor.worker.runner.cache.pool_bytes
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def with_allocating_thread(loop: EngineLoop) -> str:
     """Capture everything while another thread allocates and synchronises on the device."""
-    loop.runner.cache.clear()
-    stop, trouble, device = threading.Event(), [], loop.runner.device
+    loop.executor.worker.runner.cache.clear()
+    stop, trouble, device = threading.Event(), [], loop.executor.worker.runner.device
 
     def allocate() -> None:
         try:
@@ -132,7 +132,7 @@ def with_allocating_thread(loop: EngineLoop) -> str:
 
     thread = threading.Thread(target=allocate)
     thread.start()
-    loop.warm()
+    loop.captures.warm()
     stop.set()
     thread.join()
     states = {row["state"] for row in loop.graphs()}
@@ -141,7 +141,7 @@ def with_allocating_thread(loop: EngineLoop) -> str:
 
 def address_check(loop: EngineLoop, step_ms: float) -> dict[str, float]:
     """Time a comparison of all addresses: alone on the host, and what it adds to a step while the device works."""
-    cache, site = loop.runner.cache, loop.runner.site
+    cache, site = loop.executor.worker.runner.cache, loop.executor.worker.runner.site
     plan = cache.plan(site.name, 1, **dict(site.variants[0]))
     started = time.perf_counter()
     for _ in range(200):
@@ -169,12 +169,12 @@ def measure(report: harness.Report, folder: str, shape: str, seqs: int, repeats:
     found: dict[str, Any] = {}
     loop = build(folder, "block", seqs)
     started = time.perf_counter()
-    loop.warm()
+    loop.captures.warm()
     synchronize()
     found["graphs"] = len(loop.graphs())
     found["capture_seconds"] = round(time.perf_counter() - started, 2)
     found["failed"] = [row["failure"] for row in loop.graphs() if row["state"] != "captured"]
-    found["pool_bytes"] = loop.runner.cache.pool_bytes
+    found["pool_bytes"] = loop.executor.worker.runner.cache.pool_bytes
     for row in replay_against_eager(loop, [b for b in (1, 8, 32, 128, 256) if b <= seqs], repeats):
         report.add(row)
     found["address_check"] = address_check(loop, report.rows[0]["replay_ms"])

@@ -48,13 +48,13 @@ def make_steps(rows: int, tokens: int) -> dict[str, StepInput]:
                 graph_manifest="none",
             )
         )
-        execute = loop.runner.execute
+        execute = loop.executor.worker.runner.execute
 
         def record(step: StepInput) -> AsyncStepOutput:
             found.append(step)
             return execute(step)
 
-        loop.runner.execute = record  # type: ignore[method-assign]
+        loop.executor.worker.runner.execute = record  # type: ignore[method-assign]
         for count, length in ((tokens // PROMPT, PROMPT), (rows, 16)):
             for number in range(count):
                 params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -108,7 +108,7 @@ def replay_against_eager(engine: Engine, batch: int, context: int, repeats: int 
     the cache has enough. Figures are None if the batch has no graph. KV pages are overwritten: the engine must be idle,
     and with prefix caching it must not be used afterwards.
     """
-    runner = engine.loop.runner
+    runner = engine.loop.executor.worker.runner
     cache, site = runner.cache, runner.site
     position = min(context, engine.info.max_model_len - 1)
     width = next((width for width in runner.contexts if width > position), None)

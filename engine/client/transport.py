@@ -55,6 +55,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
             from engine.checkpoint.generation_config import sampling_defaults
             from engine.checkpoint.source import resolve_model
             from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
+            from engine.core.service import serve
             from engine.models.registry import config_from_folder
             from engine.text.tokenizer import Tokenizer
             from engine.utils.progress import Progress
@@ -72,7 +73,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
                     shown(done, total, key)
                     send(Snapshot(loop.stats()))  # shows progress in the health report
 
-                loop.warm(progress)
+                loop.captures.warm(progress)
     except EngineDead as error:
         # A worker process ended, which a restart may fix: `refused` stays unset.
         return send(Dead(f"the engine did not start: {error}"))
@@ -82,7 +83,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
         logger.exception("the engine did not start")
         return send(Dead(f"the engine did not start: {type(error).__name__}: {error}"))
     send(Ready(dataclasses.replace(loop.info, sampling_defaults=defaults)))
-    loop.serve(receive, send)
+    serve(loop, receive, send)
 
 
 class ThreadTransport:

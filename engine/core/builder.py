@@ -46,5 +46,5 @@ def _eos(tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def _compiler(executor: Executor, tokenizer: Tokenizer | None) -> GrammarCompiler | None:
     if tokenizer is None:
         return None
-    info = executor.worker.info
+    info = executor.capabilities.info
     return GrammarCompiler(VocabularySource.of(tokenizer, info.vocab_size, info.eos_token_ids))

@@ -1,4 +1,4 @@
-"""Operator requests to a running loop: warm and drop graphs, load weights from disk, record a profile.
+"""Commands to a running loop: report, warm and drop graphs, load weights from disk, record a profile.
 
 Each runs on the loop's thread between two steps and returns plain values.
 """
@@ -9,53 +9,37 @@ import errno
 import gzip
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
+from engine.core.loop import EngineLoop
 from engine.errors import RequestError
-from engine.executor.interface import Executor
-from engine.worker.model_runner import ModelRunner
-
-ASKED = "asked"  # invalidation reason of graphs that an operator dropped
-
-
-class ControlledLoop(Protocol):
-    """The part of EngineLoop that operations use."""
-
-    executor: Executor
-    warm_requested: bool
-
-    @property
-    def runner(self) -> ModelRunner: ...
-
-    def load_weights(self, path: str, version: str) -> int: ...
 
 
 class Operations:
-    """Operator methods of one loop, called through `Client.ask("operations.…")`."""
+    """The table of commands that a client may `ask` for by name. A new one is a method and a line of the table."""
 
-    def __init__(self, loop: ControlledLoop):
-        self._loop = loop
+    def __init__(self, loop: EngineLoop):
         self._profiler: torch.profiler.profile | None = None
+        self._commands: dict[str, Callable[..., Any]] = {
+            "graphs": loop.graphs,
+            "stats": loop.stats,
+            "idle_check": loop.idle_check,
+            "warm": loop.captures.request,
+            "invalidate": loop.captures.invalidate,
+            "load_weights": loop.load_weights,
+            "profile_start": self.profile_start,
+            "profile_stop": self.profile_stop,
+        }
 
-    def warm(self) -> int:
-        """Start capturing the missing graphs of the warm-up plan between steps. Returns how many are missing."""
-        missing = len(self._loop.runner.cache.pending())
-        self._loop.warm_requested = missing > 0
-        return missing
-
-    def invalidate(self) -> int:
-        """Drop every graph; the warm-up mode decides when each is captured again. Returns the number dropped."""
-        return self._loop.executor.call("invalidate", ASKED)
-
-    def load_weights(self, path: str, version: str) -> int:
-        """Update the weights from a safetensors file or a folder of them. Returns the number of tensors written.
-
-        Raises WeightUpdateError if the files can't be read or don't match the model; the old weights stay in use.
-        """
-        return self._loop.load_weights(path, version)
+    def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Run the command `name` and return its result. Raises RequestError if there is none of that name."""
+        if name not in self._commands:
+            raise RequestError(f"unknown command {name!r}: use one of {', '.join(self._commands)}", param="method")
+        return self._commands[name](*arguments)
 
     def profile_start(self) -> None:
         """Start recording all CPU and GPU operations. Costs time and memory until `profile_stop`."""

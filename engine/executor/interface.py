@@ -9,15 +9,17 @@ from torch import Tensor
 
 from engine.scheduling.batch import Batch
 from engine.worker.async_output import AsyncStepOutput
+from engine.worker.capabilities import Capabilities
 from engine.worker.worker import Worker
+from graph_cache.cache import GraphCache
 
 
 class Executor(Protocol):
     """The workers of one engine, one per rank. Used from one thread.
 
-    Rank 0's worker runs in this process; the core reads its reports (sizes, graphs, counters) directly. The other
-    workers may be anywhere: the core and the Worker assume neither processes of this host nor pipes. Every operation
-    reaches all ranks in the order of the calls. After an EngineDead the executor can only be closed.
+    The core reads `capabilities` and `graphs`, and calls the methods. Workers may be anywhere: the core and the Worker
+    assume neither processes of this host nor pipes. Every operation reaches all ranks in the order of the calls. After
+    an EngineDead the executor can only be closed.
 
     An executor over Ray would place one actor per GPU that holds a Worker, give `WorkerStart.join` a rendezvous that
     all hosts reach, and implement:
@@ -28,8 +30,12 @@ class Executor(Protocol):
     - `check`: raise EngineDead once an actor has died.
     """
 
+    capabilities: Capabilities
+    graphs: GraphCache
+    """The graph cache whose plans all ranks follow, for reports and to decide what is captured when."""
+
     worker: Worker
-    """Rank 0's worker."""
+    """The worker in this process, for tests and benchmarks. The core doesn't use it."""
 
     @property
     def pids(self) -> Sequence[int]:

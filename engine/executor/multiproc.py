@@ -94,6 +94,7 @@ class MultiprocExecutor:
 
     def __init__(self, worker: Worker, group: WorkerGroup):
         self.worker, self._group = worker, group
+        self.capabilities, self.graphs = worker.capabilities, worker.runner.cache
         self._tracker = StateTracker(worker)
         self._num_calls = 0
         self._closed = False
@@ -107,7 +108,7 @@ class MultiprocExecutor:
 
     def submit(self, batch: Batch) -> AsyncStepOutput:
         with self._must_succeed("execute"):
-            step = self.worker.runner.prepare(batch)
+            step = self.worker.prepare(batch)
             self._broadcast("execute", step)
             output = self.worker.execute(step)
             self._tracker.add(output)

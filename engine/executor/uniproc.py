@@ -19,9 +19,10 @@ class UniprocExecutor:
 
     def __init__(self, worker: Worker):
         self.worker = worker
+        self.capabilities, self.graphs = worker.capabilities, worker.runner.cache
 
     def submit(self, batch: Batch) -> AsyncStepOutput:
-        return self.worker.execute(self.worker.runner.prepare(batch))
+        return self.worker.execute(self.worker.prepare(batch))
 
     def recover(self, error: BaseException) -> None:
         self.worker.reset_after_failure()

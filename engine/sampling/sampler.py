@@ -11,7 +11,7 @@ launches after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -152,11 +152,6 @@ class Sampler:
         self.table = SlotTable(max_num_seqs, vocab_size, len(self._eos_token_ids), self.device)
         self._row_params = torch.zeros(max_num_seqs + 1, NUM_COLUMNS + 3, dtype=torch.float64)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise RequestError if `set_slot` would, so that a request is rejected before it gets a slot."""
-        params.check_vocab(self.vocab_size)
-        self._banned_ids(params)
-
     def set_slot(
         self,
         slot: int,
@@ -170,9 +165,9 @@ class Sampler:
         Raises RequestError if a token id is outside the vocabulary or the min_tokens mask would ban every token.
         """
         self._check_slot(slot)
-        params.check_vocab(self.vocab_size)
         penalised = params.has_penalties
-        banned = self._banned_ids(params)
+        banned_ids = check_sampling(params, self.vocab_size, self._eos_token_ids)
+        banned = torch.tensor(sorted(banned_ids), dtype=torch.int64) if banned_ids else None
         method = SamplingMethod.of(params, self.vocab_size)
         self._slots[slot] = _Slot(
             method=method,
@@ -370,24 +365,29 @@ class Sampler:
         starts = torch.tensor(rows) * self.vocab_size
         return upload(torch.cat(ids) + starts.repeat_interleave(lengths), self.device)
 
-    def _banned_ids(self, params: SamplingParams) -> Tensor | None:
-        """Return the token ids that would end the request before min_tokens; None if there are none."""
-        if params.min_tokens == 0:
-            return None
-        ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            ids.update(i for i in self._eos_token_ids if i < self.vocab_size)
-        if len(ids) == self.vocab_size:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} with stop_token_ids that cover the whole vocabulary bans every token: "
-                "give fewer stop_token_ids or min_tokens=0",
-                param="stop_token_ids",
-            )
-        return torch.tensor(sorted(ids), dtype=torch.int64) if ids else None
-
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.max_num_seqs:
             raise ValueError(f"slot {slot} is not in [0, {self.max_num_seqs})")
+
+
+def check_sampling(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:
+    """Return the token ids that would end a request before min_tokens: no such token may be sampled until then.
+
+    Raises RequestError if a token id of the parameters is outside the vocabulary, or if every token would be banned.
+    """
+    params.check_vocab(vocab_size)
+    if params.min_tokens == 0:
+        return set()
+    ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        ids.update(token for token in eos_token_ids if token < vocab_size)
+    if len(ids) == vocab_size:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} with stop_token_ids that cover the whole vocabulary bans every token: "
+            "give fewer stop_token_ids or min_tokens=0",
+            param="stop_token_ids",
+        )
+    return ids
 
 
 def _bias_tensors(bias: Mapping[int, float]) -> tuple[Tensor, Tensor]:

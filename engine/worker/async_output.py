@@ -46,6 +46,7 @@ class AsyncStepOutput:
         # Rows of hidden states [n, h], and per request: its id, its first position and the number of its rows.
         self.hidden_states: list[tuple[Download, list[tuple[str, int, int]]]] = []
         self.graph_bucket: int | None = None
+        self.awaits_masks = False  # its decodes are to be sampled once their masks arrive
         self._tokens: list[int] = []  # of the tickets read so far
         self._outcome: StepResult | Exception | None = None
 

@@ -26,12 +26,9 @@ from engine.models.interface import Model
 from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.sampling.sampler import Sampler, prompt_logprobs
-from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.utils.async_copy import Download, ids_to, upload
 from engine.worker.async_output import MAX_STEPS_IN_FLIGHT, AsyncStepOutput
 from engine.worker.decode_graphs import (
-    SHARED_SITE,
-    SITE,
     DecodeStep,
     decode_site,
     model_addresses,
@@ -42,29 +39,23 @@ from engine.worker.packed_graphs import (
     MAX_MIXED_DECODES,
     PackedBuckets,
     PackedOutput,
-    PackedRow,
     PackedStep,
-    decode_row,
-    prefill_row,
-    verify_row,
 )
 from engine.worker.prefix_groups import MIN_MEMBERS
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
+from engine.worker.step_builder import StepBuilder
 from engine.worker.step_input import (
-    ChunkInput,
     DecodeInput,
     MaskInput,
     PrefillInput,
     PromptScoring,
-    SlotAssignment,
     StepInput,
     VerifyInput,
 )
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
-from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -99,15 +90,15 @@ class ModelRunner:
         self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), self._prefix_members())
-        # The most decodes that run in one graph with prompt chunks. Only the kernels for Hopper GPUs are fast enough.
-        self.max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
+        # Only the kernels for Hopper GPUs are fast enough to run decodes in one graph with prompt chunks.
+        max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
         self.prefill_buckets = PackedBuckets(
             Phase.PREFILL,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             pages,
             len(self.kv.groups),
-            self.max_mixed_decodes,
+            max_mixed_decodes,
         )
         self.verify_buckets: PackedBuckets | None = None
         if config.num_speculative_tokens:
@@ -120,7 +111,7 @@ class ModelRunner:
         )
         self.state = layout.views(self.buffers["state"])
         token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * dtype.itemsize  # of a layer
-        self.inputs = DecodeInputs(
+        inputs = DecodeInputs(
             layout,
             config.page_size,
             [group.window for group in self.kv.groups],
@@ -149,9 +140,19 @@ class ModelRunner:
                 warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
             )
         )
-        if self.inputs.prefix_group is not None:
-            shared_step = make_step(prefix_group=self.inputs.prefix_group)
+        if inputs.prefix_group is not None:
+            shared_step = make_step(prefix_group=inputs.prefix_group)
             self.cache.add_site(make_site(shared_step, buckets=shared_buckets(row_buckets)))
+        self.builder = StepBuilder(
+            self.cache,
+            inputs,
+            config.page_size,
+            self.contexts,
+            self.prefill_buckets,
+            self.verify_buckets,
+            captures_prefill=self.attention.support.captures_prefill,
+            max_mixed_decodes=max_mixed_decodes,
+        )
         self.packed_steps: dict[Phase, PackedStep] = {}
         for buckets in (self.prefill_buckets, self.verify_buckets):
             if buckets is not None:
@@ -185,7 +186,7 @@ class ModelRunner:
         # Results per step in flight: the tokens of its decodes, of its prefills, and of its drafts.
         self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
-        self._unmasked: tuple[StepInput, AsyncStepOutput] | None = None  # a step whose masks have not arrived
+        self._masked: tuple[StepInput, AsyncStepOutput] | None = None  # the last step, if its output awaits masks
 
     def _fuse(self, dtype: torch.dtype, max_rows: int) -> Model | None:
         """Build the model with fused kernels; None if device, dtype, settings or model don't support it.
@@ -238,196 +239,6 @@ class ModelRunner:
             return ()
         return tuple(size for size in self.verify_buckets.sizes.sizes if size > self.site.buckets.max)
 
-    # ---- kernels ---------------------------------------------------------------------------------------------------
-
-    def compile_kernels(self, rank: int = 0, num_ranks: int = 1) -> None:
-        """Compile, in parallel, the kernels of every graph that warm-up captures; under `lazy` those of sampling only.
-
-        Does nothing on a CPU. With several ranks all of them must call it, since the steps hold collectives.
-        """
-        if self.device.type != "cuda":
-            return
-        from engine.kernels.compile_ahead import compile_ahead  # triton is installed only with CUDA
-
-        ran: list[GraphKey] = []
-        compiled = compile_ahead(
-            lambda: ran.extend(self._run_without_launches()), self.device, rank=rank, num_ranks=num_ranks
-        )
-        with torch.inference_mode():  # nothing computed what the run stored in the entries of padding: it may be NaN
-            self.zero_pages([])
-            if self.states is not None:
-                self.states.zero(ids_to(self.device, [0]))
-            is_right = self.attention.verify(self.model.config.num_heads // max(1, self.model.config.num_kv_heads))
-        if not is_right:  # steps run other kernels from here on
-            self.max_mixed_decodes = 0
-        elif compiled is not None and not compiled.failed:  # all kernels are loaded
-            for key in ran:
-                self.cache.sites[key.site].ran.add(key)
-        self.sampling_step.warm_up()
-
-    def _run_without_launches(self) -> list[GraphKey]:
-        """Run the steps of warm-up on padding, where `compile_ahead` skips the launches. Returns the keys that ran.
-
-        All indices of the steps are static inputs or results of torch, so they are valid also then. Kernels and
-        libraries' choices depend on shapes only, so one layer of each kind runs, and captures need no further run.
-        """
-        if self.config.warmup == "lazy" or not self.cache.enabled:
-            self.sampling_step.warm_up()
-            return []
-        ran: list[GraphKey] = []
-        pool, sites = self.cache.pool, list(self.cache.sites.values())
-        with (
-            pool.session(),
-            pool.backend.on_capture_stream(),
-            torch.inference_mode(),
-            self.step_model.one_layer_of_each_kind(self.kv.group_of),
-        ):
-            for site in reversed(sites):  # sampling first: its kernels take longest to compile
-                saved = site.buffers.snapshot(site.buffers.max_rows)
-                site.buffers.fill_dummy()
-                keys = site.warm_keys()
-                if site is self.site:  # its variants differ only in the width that torch's attention reads
-                    keys = list({key.bucket: key for key in keys}.values())
-                for key in keys:
-                    try:
-                        site.run_bodies(key)
-                        ran.append(key)
-                    except Exception as error:
-                        if self.cache.must_capture:  # other ranks wait for the rest of its collectives
-                            raise
-                        logger.warning("the kernels of %s are not compiled ahead: %s", key, error)
-                site.buffers.restore(saved)
-        return ran
-
-    # ---- on the host -----------------------------------------------------------------------------------------------
-
-    def prepare(self, batch: Batch) -> StepInput:
-        """Turn a batch into the step that every rank executes. Touches no device memory.
-
-        Each prepared step must be executed, in order.
-        """
-        for request in batch.admitted:
-            self.inputs.assign_slot(request.slot)
-        mixed = self._prepare_mixed(batch)
-        decode, prefill = None, mixed
-        if mixed is None:
-            decode = self._prepare_decode(batch) if batch.decodes else None
-            prefill = self._prepare_prefill(batch.prefills) if batch.prefills else None
-        return StepInput(
-            admitted=[
-                SlotAssignment(
-                    request.slot,
-                    request.params,
-                    request.seed,
-                    request.request.prompt_token_ids,
-                    request.output_ids,
-                )
-                for request in batch.admitted
-            ],
-            fresh_pages=self._fresh_pages(batch) if self.contexts else [],
-            decode=decode,
-            prefill=prefill,
-            verify=self._prepare_verify(batch.verifies) if batch.verifies else None,
-            is_constrained=bool(batch.constrained),
-        )
-
-    def _fresh_pages(self, batch: Batch) -> list[int]:
-        """Return the pages that this step begins and does not fill.
-
-        Attention over a padded context reads a page to its end. A request that was aborted or preempted in its prefill
-        may have left NaN there, which no sampled token has revealed.
-        """
-        size = self.config.page_size
-        spans = [(request, position, 1) for request, position in zip(batch.decodes, batch.positions, strict=True)]
-        spans += [(chunk.request, chunk.start, chunk.length) for chunk in batch.prefills]
-        spans += [(row.request, row.start, row.length) for row in batch.verifies]
-        ends = [(request, start, start + length) for request, start, length in spans]
-        return [
-            table[end // size]
-            for request, start, end in ends
-            if end % size and end // size * size >= start
-            for table in request.page_tables
-        ]
-
-    def _prepare_decode(self, batch: Batch) -> DecodeInput:
-        variant, changes = self._variant(batch), self.inputs.changes(batch)
-        site = SHARED_SITE if self.inputs.shares_prefixes else SITE
-        bucket = self.cache.plan(site, len(batch.decodes), **variant).bucket
-        assert bucket is not None  # the largest bucket is max_num_seqs
-        self.inputs.advance()
-        slots = [request.slot for request in batch.decodes]
-        wanted = [
-            (row, request.request_id)
-            for row, request in enumerate(batch.decodes)
-            if request.params.return_hidden_states
-        ]
-        return DecodeInput(slots, batch.positions, site, bucket, variant, changes, wanted)
-
-    def _variant(self, batch: Batch) -> dict[str, int]:
-        """Return the graph variant for these decodes: the context bucket, if attention uses one."""
-        if not self.contexts:
-            return {}
-        longest = max(batch.positions) + 1
-        return {"context": next(width for width in self.contexts if width >= longest)}
-
-    def _prepare_prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillInput:
-        rows = [prefill_row(chunk) for chunk in chunks]
-        return self._prepare_packed(rows, [chunk_input(chunk) for chunk in chunks])
-
-    def _prepare_packed(self, rows: list[PackedRow], chunks: list[ChunkInput], num_decodes: int = 0) -> PrefillInput:
-        bucket, packed = self._pack(self.prefill_buckets, rows)
-        ended = [chunk for chunk in chunks if chunk.is_last]
-        self.inputs.set_sampled_positions(
-            [chunk.slot for chunk in ended], [chunk.start + chunk.length for chunk in ended]
-        )
-        return PrefillInput(chunks, bucket, packed, num_decodes)
-
-    def _prepare_mixed(self, batch: Batch) -> PrefillInput | None:
-        """Return decodes and prompt chunks as one packed step, which reads the weights once; None if they run apart.
-
-        Those of a constrained batch do: only then do its decodes run while masks are computed.
-        """
-        chunks, num_decodes = batch.prefills, len(batch.decodes)
-        if not (chunks and 0 < num_decodes <= self.max_mixed_decodes) or batch.constrained or batch.verifies:
-            return None
-        tokens = num_decodes + sum(chunk.length for chunk in chunks)
-        if self.prefill_buckets.choose(tokens, num_decodes + len(chunks)) is None:
-            return None
-        pairs = list(zip(batch.decodes, batch.positions, strict=True))
-        rows = [decode_row(request, position) for request, position in pairs]
-        rows += [prefill_row(chunk) for chunk in chunks]
-        decodes = [
-            ChunkInput(
-                request.slot, position, 1, True, None,
-                request.request_id if request.params.return_hidden_states else None,
-            )
-            for request, position in pairs
-        ]  # fmt: skip
-        self.inputs.forget_rows()
-        inputs = decodes + [chunk_input(chunk) for chunk in chunks]
-        return self._prepare_packed(rows, inputs, num_decodes)
-
-    def _prepare_verify(self, rows: Sequence[VerifyRow]) -> VerifyInput:
-        assert self.verify_buckets is not None
-        bucket, packed = self._pack(self.verify_buckets, [verify_row(row) for row in rows])
-        self.inputs.forget_tokens([row.request.slot for row in rows])
-        return VerifyInput(
-            slots=[row.request.slot for row in rows for _ in range(row.length)],
-            positions=[row.start + 1 + index for row in rows for index in range(row.length)],
-            spans=[(row.start, row.length) for row in rows],
-            bucket=bucket,
-            packed=packed,
-        )
-
-    def _pack(self, buckets: PackedBuckets, rows: Sequence[PackedRow]) -> tuple[int | None, np.ndarray]:
-        """Return the bucket, None for an eager step, and the packed input tensor."""
-        tokens, bucket = sum(len(row.tokens) for row in rows), None
-        if self.attention.support.captures_prefill:
-            bucket = buckets.choose(tokens, len(rows))
-        if bucket is None:
-            return None, buckets.exact_layout(len(rows)).fill(rows, tokens)
-        return bucket, buckets.layout(bucket).fill(rows, bucket)
-
     # ---- on the device ---------------------------------------------------------------------------------------------
 
     def execute(self, step: StepInput) -> AsyncStepOutput:
@@ -451,8 +262,9 @@ class ModelRunner:
                 self.zero_pages(step.fresh_pages)
             if step.decode is not None:
                 self._decode(step.decode, output)
-            self._unmasked = (step, output) if step.is_constrained else None
-            if self._unmasked is None:
+            output.awaits_masks = step.is_constrained
+            self._masked = (step, output) if step.is_constrained else None
+            if self._masked is None:
                 self._finish_step(step, output)
         # For the next step, while a GPU is busy with this one. A constrained step leaves the host less time.
         self.cache.check_addresses(whole=self.device.type == "cuda" and not step.is_constrained, geometry=False)
@@ -460,11 +272,12 @@ class ModelRunner:
 
     def sample(self, masks: MaskInput) -> None:
         """Enqueue the rest of the constrained step that was executed last. All earlier steps must have been read."""
-        assert self._unmasked is not None
-        (step, output), self._unmasked = self._unmasked, None
+        assert self._masked is not None
+        (step, output), self._masked = self._masked, None
         with torch.inference_mode():
             self.sampling.masks.write(masks.slots, masks.masks)
             self._finish_step(step, output)
+        output.awaits_masks = False
 
     def _finish_step(self, step: StepInput, output: AsyncStepOutput) -> None:
         """Enqueue what follows the decodes' forward graph: their sampling, the prefill chunks and the drafts."""
@@ -482,12 +295,12 @@ class ModelRunner:
         An unread result would keep its ring entry occupied. How far the failed step came is unknown, so the next step
         takes all inputs from the host.
         """
-        self._unmasked = None
+        self._masked = None
         for output in self._in_flight:
             output.wait()
         self.ring.clear()
         self.buffers["state"].zero_()
-        self.inputs.reset()
+        self.builder.reset()
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Zero free pages and the scratch page, which may hold NaN.
@@ -579,15 +392,3 @@ class ModelRunner:
             part = scoring.targets[start : start + PROMPT_LOGPROB_ROWS]
             logits = self.step_model.compute_logits(hidden[start : start + len(part)])
             scores += prompt_logprobs(logits, ids_to(self.device, part), scoring.top_count, scoring.named)
-
-
-def chunk_input(chunk: PrefillChunk) -> ChunkInput:
-    """Return what the worker needs to know of a chunk."""
-    request, params = chunk.request, chunk.request.params
-    scoring = None
-    if params.prompt_logprobs is not None:
-        end = min(chunk.start + chunk.length, request.prompt_len - 1)
-        targets = request.token_ids[chunk.start + 1 : end + 1]
-        scoring = PromptScoring(request.request_id, targets, params.prompt_logprobs, params.logprob_token_ids)
-    hidden_states = request.request_id if params.return_hidden_states else None
-    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states)

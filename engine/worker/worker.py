@@ -11,15 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.config import ResolvedConfig
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
+from engine.loader.shared_weights import share_weights
 from engine.loader.weights import check_update, iterate_safetensors, iterate_shards, write_update
 from engine.models.interface import Model
 from engine.protocol.messages import ModelInfo
+from engine.scheduling.batch import Batch
 from engine.worker.async_output import AsyncStepOutput
+from engine.worker.capabilities import Capabilities
+from engine.worker.kernel_compilation import compile_kernels
 from engine.worker.model_runner import ModelRunner
 from engine.worker.step_input import MaskInput, StepInput
 from graph_cache.keys import GraphKey
@@ -54,7 +58,7 @@ class Worker:
         self.runner = ModelRunner(config, model, eos_token_ids, manifest)
         # If one rank ran a step eager because its capture failed, the others' graphs would wait for its collectives.
         self.runner.cache.must_capture = parallel.size > 1
-        self.runner.compile_kernels(parallel.rank, parallel.size)
+        compile_kernels(self.runner, parallel.rank, parallel.size)
         self.info = ModelInfo(
             name=name,
             architecture=model.config.architecture,
@@ -76,6 +80,14 @@ class Worker:
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
             num_parameters=_num_parameters(model),
         )
+        self.capabilities = Capabilities(
+            config=config,
+            info=self.info,
+            windows=tuple(group.window for group in self.runner.kv.groups),
+            max_prefill_chunks=self.runner.prefill_buckets.max_chunks,
+            max_verify_tokens=self.runner.max_verify_tokens,
+            device=self.runner.device,
+        )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0
         self._closed = False
@@ -91,6 +103,10 @@ class Worker:
         )
 
     # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> StepInput:
+        """Return the step of a batch, for all ranks. Only the rank beside the core is asked. See StepBuilder.build."""
+        return self.runner.builder.build(batch)
 
     def execute(self, step: StepInput) -> AsyncStepOutput:
         """Enqueue one step and return without waiting for it. See ModelRunner.execute."""
@@ -160,6 +176,13 @@ class Worker:
     def discard_weights(self) -> None:
         """Release the staged tensors."""
         self._staged = {}
+
+    def share_weights(self, trainer: nn.Module) -> int:
+        """Make a trainer's parameters views of the model's storage; return their number. Only with one rank.
+
+        Raises WeightUpdateError, and changes nothing, if any doesn't match.
+        """
+        return share_weights(trainer, self.runner.model)
 
     # ---- shutdown --------------------------------------------------------------------------------------------------
 

@@ -24,9 +24,13 @@ from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
 
-# Error texts of the driver and PyTorch for an operation that cannot be captured (a synchronisation, a host read).
 CAPTURE_SEED = 0x5EED_CAB7_0DE5_1234  # that no code sets
-REFUSALS = ("operation not permitted when stream is capturing", "capture", "cudaErrorStreamCapture")
+# Parts of the error texts of the driver (CUDA errors 900 to 908) and of PyTorch for an operation that can't be captured.
+REFUSALS = (
+    "stream is capturing", "during capture", "capture sequence", "capture was not ended", "capturing stream",
+    "uncaptured work", "stream depend on a capturing", "cudaErrorStreamCapture", "graph capture", "captures_underway",
+    "graph is capturing", "while capturing", "capturing stage", "is being captured",
+)  # fmt: skip
 LEGACY_STREAM_ERROR = "legacy stream depend on a capturing"
 LEGACY_STREAM_REMEDY = (
     "an operation uses the default stream, which a capture cannot wait for. A data-parallel wrapper accumulates "

@@ -26,20 +26,20 @@ log = logging.getLogger("encore.server")
 @router.post("/graphs/warm", responses=answered_by(answers.Warming))
 async def warm(request: Request) -> dict[str, Any]:
     """Capture all missing graphs in the background, between steps. /ready shows the progress."""
-    return {"pending": await _ask(request, "operations.warm")}
+    return {"pending": await _ask(request, "warm")}
 
 
 @router.post("/graphs/invalidate", responses=answered_by(answers.Dropped))
 async def invalidate(request: Request) -> dict[str, Any]:
     """Drop all graphs. Requests run eager until graphs are captured again, according to the warm-up mode."""
-    return {"dropped": await _ask(request, "operations.invalidate")}
+    return {"dropped": await _ask(request, "invalidate")}
 
 
 @router.post("/graphs/recapture", responses=answered_by(answers.Recapturing))
 async def recapture(request: Request) -> dict[str, Any]:
     """Drop all graphs and capture them again in the background, between steps."""
-    dropped = await _ask(request, "operations.invalidate")
-    return {"dropped": dropped, "pending": await _ask(request, "operations.warm")}
+    dropped = await _ask(request, "invalidate")
+    return {"dropped": dropped, "pending": await _ask(request, "warm")}
 
 
 @router.post("/weights/update", responses=answered_by(answers.WeightsUpdated))
@@ -49,7 +49,7 @@ async def update_weights(body: WeightsBody, request: Request) -> dict[str, Any]:
     Graphs stay valid. Running requests are recomputed with the new weights, and the prefix cache of the old ones is
     dropped. Responses report `version` from then on.
     """
-    written = await _ask(request, "operations.load_weights", body.path, body.version)
+    written = await _ask(request, "load_weights", body.path, body.version)
     return {"updated": written, "weight_version": body.version}
 
 
@@ -64,14 +64,14 @@ async def server_info(request: Request, config_format: Literal["text", "json"] =
 async def start_profile(request: Request) -> dict[str, Any]:
     """Profile the engine until /profile/stop. This slows it down."""
     _profile_folder(request)
-    await _ask(request, "operations.profile_start")
+    await _ask(request, "profile_start")
     return {"profiling": True}
 
 
 @router.post("/profile/stop", responses=answered_by(answers.Profiled))
 async def stop_profile(request: Request) -> dict[str, Any]:
     """Stop profiling and write a Chrome trace to --profile-folder. The response names the file."""
-    return {"profiling": False, "file": await _ask(request, "operations.profile_stop", _profile_folder(request))}
+    return {"profiling": False, "file": await _ask(request, "profile_stop", _profile_folder(request))}
 
 
 async def _ask(request: Request, method: str, *values: Any) -> Any:

@@ -402,7 +402,7 @@ def test_a_closed_engine_raises_and_closing_twice_is_a_no_op(config):
 def test_an_interrupted_call_leaves_the_engine_usable(make_engine, reference, monkeypatch):
     engine = make_engine()
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
-    cache = engine.loop.runner.cache
+    cache = engine.loop.executor.worker.runner.cache
 
     check, calls = cache.check_addresses, []
 
@@ -432,4 +432,4 @@ def test_a_missing_model_is_named_in_the_error(tmp_path):
 def test_dtype_float32_on_a_cpu_is_honoured(make_engine):
     engine = make_engine()
     assert (engine.info.dtype, engine.info.device, engine.info.max_model_len) == ("float32", "cpu", 256)
-    assert next(engine.loop.runner.model.parameters()).dtype is torch.float32
+    assert next(engine.loop.executor.worker.runner.model.parameters()).dtype is torch.float32

@@ -225,7 +225,7 @@ async def test_stats_graphs_and_health_describe_the_engine(client):
     rows = await client.graphs()
     assert any(row["state"] == "captured" and row["replays"] for row in rows)
     assert client.info().vocab_size == 320 and client.info().max_model_len == 4096
-    with pytest.raises(AttributeError):
+    with pytest.raises(RequestError, match="unknown command 'no_such_method': use one of graphs, stats"):
         await client.ask("no_such_method")
 
 
@@ -330,9 +330,9 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
         entered.set()
         release.wait(20)
 
-    monkeypatch.setattr(EngineLoop, "hold", hold, raising=False)
+    monkeypatch.setattr(EngineLoop, "graphs", hold)
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
-        held = asyncio.create_task(client.ask("hold"))
+        held = asyncio.create_task(client.ask("graphs"))
         waiting = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(9)))
         await until(entered.is_set, "the hang")
         assert client.health().ready

@@ -157,8 +157,10 @@ def test_events_come_in_the_same_order_with_the_same_bucket(make_engine):
 
 def outputs_of(loop, monkeypatch):
     """Return a list that grows by the output of each step that the loop enqueues from now on."""
-    outputs, execute = [], loop.runner.execute
-    monkeypatch.setattr(loop.runner, "execute", lambda batch: (outputs.append(execute(batch)), outputs[-1])[1])
+    outputs, execute = [], loop.executor.worker.runner.execute
+    monkeypatch.setattr(
+        loop.executor.worker.runner, "execute", lambda batch: (outputs.append(execute(batch)), outputs[-1])[1]
+    )
     return outputs
 
 
@@ -206,7 +208,7 @@ def test_a_steady_batch_sends_nothing_but_new_pages(async_loop, monkeypatch):
         torch.Tensor,
         "index_copy_",
         lambda self, *rest: (
-            sent.append(len(rest[1])) if self is loop.runner.buffers["state"] else None,
+            sent.append(len(rest[1])) if self is loop.executor.worker.runner.buffers["state"] else None,
             copy(self, *rest),
         )[1],
     )
@@ -258,7 +260,7 @@ def test_a_capture_between_steps_does_not_change_the_step_in_flight(async_loop, 
     while loop.has_work:
         for event in loop.step():
             events.setdefault(event.request_id, []).append(event)
-        loop.runner.cache.warm_next()
+        loop.executor.worker.runner.cache.warm_next()
     assert [tokens(events[f"{i}"]) for i in range(5)] == [reference.greedy(prompt, 20) for prompt in PROMPTS]
     captures = dict(loop.stats().graphs["captures"])
     assert captures["decode", "block", "background"] == 4
@@ -287,9 +289,9 @@ def test_a_failed_step_keeps_the_results_of_the_step_before_it(async_loop, refer
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(4) for event in loop.step()]
     loop.add(request("late", list(range(3, 40)), greedy(5)))  # admitted by the step that fails
-    execute = loop.runner.execute
+    execute = loop.executor.worker.runner.execute
     with monkeypatch.context() as patch:
-        patch.setattr(loop.runner, "execute", lambda batch: (execute(batch), 1 / 0))
+        patch.setattr(loop.executor.worker.runner, "execute", lambda batch: (execute(batch), 1 / 0))
         events += loop.step()
     assert tokens(events) == reference.greedy(PROMPTS[0], 4)
     ends = [event for event in events if event.finish_reason]
@@ -323,7 +325,7 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, r
     for i, prompt in enumerate(PROMPTS):
         loop.add(request(f"{i}", prompt, greedy(20, presence_penalty=1e-9)))
     events = [event for _ in range(6) for event in loop.step()]
-    execute = loop.runner.execute
+    execute = loop.executor.worker.runner.execute
 
     def interrupted(batch):
         if where == "after execute":
@@ -331,7 +333,7 @@ def test_an_interruption_of_a_step_loses_no_token_and_repeats_none(async_loop, r
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop.runner, "execute", interrupted)
+        patch.setattr(loop.executor.worker.runner, "execute", interrupted)
         loop.step()
     for own in drain(loop).values():
         events += own
@@ -365,7 +367,7 @@ def test_an_interruption_between_the_results_of_a_step_loses_no_token(async_loop
 def test_a_prefill_that_ends_early_leaves_no_nan_for_the_next_request(async_loop, reference, end):
     small = {"max_num_seqs": 1, "graph_buckets": (1,), "max_num_batched_tokens": 8, "max_model_len": 48}
     loop = async_loop(num_pages=4, enable_prefix_caching=False, **small)
-    loop.runner.model.embedding.weight.data[319] = float("nan")
+    loop.executor.worker.runner.model.embedding.weight.data[319] = float("nan")
     loop.add(request("a", [319, *range(2, 22)], greedy(4)))
     loop.step()  # the first chunk writes NaN to a page, and no token is sampled
     if end == "abort":
@@ -396,7 +398,7 @@ def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_cle
     loop = async_loop(num_pages=12, enable_prefix_caching=False)
     loop.add(request("a", PROMPTS[0], greedy(20)))
     events = [event for _ in range(5) for event in loop.step()]
-    weight = loop.runner.model.layers[0].input_norm.weight
+    weight = loop.executor.worker.runner.model.layers[0].input_norm.weight
     kept = weight.clone()
     weight.data.fill_(float("nan"))
     while not events[-1].finish_reason:
@@ -404,7 +406,9 @@ def test_a_request_with_nan_logits_fails_while_its_next_step_runs_and_leaves_cle
     assert tokens(events) == reference.greedy(PROMPTS[0], 5)
     assert events[-1].finish_reason == "error" and "not finite" in events[-1].error
     weight.data.copy_(kept)
-    loop.drain()
-    assert all(torch.isfinite(pages).all() for pages in (*loop.runner.kv.k, *loop.runner.kv.v))
+    loop.steps.drain()
+    assert all(
+        torch.isfinite(pages).all() for pages in (*loop.executor.worker.runner.kv.k, *loop.executor.worker.runner.kv.v)
+    )
     loop.add(request("b", PROMPTS[2], greedy(20)))
     assert tokens(drain(loop)["b"]) == reference.greedy(PROMPTS[2], 20)

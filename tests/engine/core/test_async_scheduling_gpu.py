@@ -59,7 +59,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
             loop.add(EngineRequest(request_id=f"{i}", prompt_token_ids=prompt, params=SAMPLING_PARAMS[kind]))
         for _ in range(4):
             loop.step()
-        execute, outputs = loop.runner.execute, []
+        execute, outputs = loop.executor.worker.runner.execute, []
 
         def watched(step):
             assert step.decode and not step.prefill
@@ -70,7 +70,7 @@ def test_gpu_decode_is_enqueued_without_waiting_for_the_device(model, kind):
                 torch.cuda.set_sync_debug_mode("default")
             return outputs[-1]
 
-        loop.runner.execute = watched
+        loop.executor.worker.runner.execute = watched
         for _ in range(20):  # beyond the first page
             loop.step()
         assert len(outputs) == 20 and not outputs[-1].is_read and outputs[-2].is_read

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
+from engine.core.service import serve
 from engine.protocol.messages import Ask, Command, Events, Reply, Report, Stop, Submit
 from engine.protocol.request import EngineRequest
 from graph_cache.interrupts import CaptureInterrupted, Interrupts
@@ -36,13 +37,13 @@ def every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_that_is_given_up_leaves_no_trace_and_is_tried_again(make_engine, every_poll, polls):
     with make_engine(warmup="background") as engine, make_engine() as plain:
         loop = engine.loop
-        pending = list(loop.runner.cache.pending())
+        pending = list(loop.executor.worker.runner.cache.pending())
         generator = torch.get_rng_state()
-        buffers = {name: tensor.clone() for name, tensor in loop.runner.buffers.items()}
+        buffers = {name: tensor.clone() for name, tensor in loop.executor.worker.runner.buffers.items()}
         assert not loop.capture_between_steps(after(polls))
-        assert loop.runner.cache.pending() == pending
+        assert loop.executor.worker.runner.cache.pending() == pending
         assert torch.equal(torch.get_rng_state(), generator)
-        assert all(torch.equal(tensor, buffers[name]) for name, tensor in loop.runner.buffers.items())
+        assert all(torch.equal(tensor, buffers[name]) for name, tensor in loop.executor.worker.runner.buffers.items())
         while loop.capture_between_steps():
             pass
         assert loop.stats().warm["pending"] == 0
@@ -54,10 +55,10 @@ def test_the_smallest_bucket_is_captured_first(make_engine):
     with make_engine(warmup="background", graph_buckets=(1, 2, 8)) as engine:
         keys = []
         loop = engine.loop
-        while loop.runner.cache.pending():
-            before = set(loop.runner.cache.pending())
+        while loop.executor.worker.runner.cache.pending():
+            before = set(loop.executor.worker.runner.cache.pending())
             loop.capture_between_steps()
-            keys += before - set(loop.runner.cache.pending())
+            keys += before - set(loop.executor.worker.runner.cache.pending())
         sizes = [key.bucket for key in keys]
         assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
@@ -65,7 +66,7 @@ def test_the_smallest_bucket_is_captured_first(make_engine):
 def test_a_request_that_arrives_during_a_capture_is_answered_before_it_is_complete(make_engine, monkeypatch):
     """The loop's own service: the command is kept, the capture ends, and the request runs at once."""
     with make_engine(warmup="background") as engine:
-        loop, capture = engine.loop, engine.loop.capture_next
+        loop, capture = engine.loop, engine.loop.captures.capture_next
         request = EngineRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=PARAMS)
         inbox: list[Command] = []
         reports: list[Report] = []
@@ -93,9 +94,9 @@ def test_a_request_that_arrives_during_a_capture_is_answered_before_it_is_comple
             if isinstance(report, Reply):
                 inbox.append(Stop())
 
-        monkeypatch.setattr(loop, "capture_next", capture_next)
+        monkeypatch.setattr(loop.captures, "capture_next", capture_next)
         monkeypatch.setattr("graph_cache.interrupts.POLL_SECONDS", 0.0)
-        loop.serve(receive, send)
+        serve(loop, receive, send)
         events = [event for report in reports if isinstance(report, Events) for event in report.events]
         tokens = [token for event in events for token in event.token_ids]
         [reply] = [report for report in reports if isinstance(report, Reply)]

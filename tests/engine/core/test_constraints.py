@@ -265,8 +265,10 @@ def test_a_grammar_that_exceeds_its_limits_ends_only_its_request(engine):
 def test_a_step_without_constrained_rows_takes_no_masks(make_engine, monkeypatch):
     engine = make_engine(async_scheduling=True)
     calls = []
-    write = engine.loop.runner.sampling.masks.write
-    monkeypatch.setattr(engine.loop.runner.sampling.masks, "write", lambda *args: calls.append(args) or write(*args))
+    write = engine.loop.executor.worker.runner.sampling.masks.write
+    monkeypatch.setattr(
+        engine.loop.executor.worker.runner.sampling.masks, "write", lambda *args: calls.append(args) or write(*args)
+    )
     engine.generate(prompt_token_ids=MANY, sampling_params=SamplingParams(max_tokens=10, seed=1))
     assert calls == []
     [output] = generate(engine, {"regex": "[ab]{7}"}, PROMPTS[2:3], max_tokens=7)
@@ -282,13 +284,13 @@ def test_a_failure_to_sample_fails_its_batch_and_the_engine_continues(make_engin
         loop.add(request(f"{number}", MANY[number], one))
     for _ in range(4):
         loop.step()
-    sample = loop.runner.sample
+    sample = loop.executor.worker.runner.sample
 
     def fails(masks):
-        monkeypatch.setattr(loop.runner, "sample", sample)
+        monkeypatch.setattr(loop.executor.worker.runner, "sample", sample)
         raise RuntimeError("the copy engine coughed")
 
-    monkeypatch.setattr(loop.runner, "sample", fails)
+    monkeypatch.setattr(loop.executor.worker.runner, "sample", fails)
     assert [own[-1].finish_reason for own in drain(loop).values()] == ["error", "error"]
     again = [one.token_ids for one in engine.generate(prompt_token_ids=MANY[:2], sampling_params=params)]
     assert again == expected
@@ -325,10 +327,10 @@ def test_work_between_steps_finds_a_step_that_waits_for_its_masks(make_engine, l
 
     def work(step):
         if between == "drain":
-            loop.drain()
+            loop.steps.drain()
         elif between == "capture":
-            loop.runner.cache.invalidate("asked")
-            loop.capture_next()
+            loop.executor.worker.runner.cache.invalidate("asked")
+            loop.captures.capture_next()
         elif between == "abort":
             loop.abort([f"other {step - 2}"])
             loop.add(request(f"other {step}", MANY[2], constrained({"regex": "[0-9]{30}"})))

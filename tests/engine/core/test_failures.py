@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from engine.core.loop import MAX_CONSECUTIVE_FAILURES, EngineLoop
-from engine.errors import EngineError
+from engine.core import service
+from engine.core.loop import EngineLoop
+from engine.core.steps import MAX_CONSECUTIVE_FAILURES
+from engine.errors import EngineError, RequestError
 from engine.protocol.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
 from engine.protocol.request import TokenEvent
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
@@ -31,7 +33,7 @@ def fail_once(monkeypatch, runner, times: int = 1) -> None:
 
 def test_a_step_that_raises_fails_its_batch_and_the_engine_continues(make_engine, reference, monkeypatch, caplog):
     engine = make_engine(max_num_seqs=2, graph_buckets=(2,))
-    fail_once(monkeypatch, engine.loop.runner)
+    fail_once(monkeypatch, engine.loop.executor.worker.runner)
     outputs = engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(9))
     assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 3
     assert "the device coughed" in outputs[0].outputs[0].error
@@ -50,7 +52,7 @@ def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, mo
         loop.add(request(f"{i}", prompt, greedy(30)))
     for _ in range(20):
         loop.step()
-    fail_once(monkeypatch, loop.runner)
+    fail_once(monkeypatch, loop.executor.worker.runner)
     assert {own[-1].finish_reason for own in drain(loop).values()} == {"error"}
     prompt = list(range(5, 105))
     found = engine.generate(prompt_token_ids=prompt, sampling_params=greedy(60))[0].token_ids
@@ -59,7 +61,7 @@ def test_a_failed_step_leaves_no_pages_in_the_padding(make_engine, reference, mo
 
 def test_failures_in_a_row_end_the_loop_with_the_reason(make_engine, reference, monkeypatch):
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
-    fail_once(monkeypatch, engine.loop.runner, times=MAX_CONSECUTIVE_FAILURES)
+    fail_once(monkeypatch, engine.loop.executor.worker.runner, times=MAX_CONSECUTIVE_FAILURES)
     with pytest.raises(RuntimeError, match="coughed"):
         engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     engine.idle_check()
@@ -72,7 +74,7 @@ def test_failures_separated_by_good_steps_do_not_end_the_loop(make_engine, monke
     engine = make_engine(max_num_seqs=1, graph_buckets=(1,))
     for _ in range(MAX_CONSECUTIVE_FAILURES + 1):
         with monkeypatch.context() as patch:
-            fail_once(patch, engine.loop.runner)
+            fail_once(patch, engine.loop.executor.worker.runner)
             outputs = engine.generate(prompt_token_ids=PROMPTS[:2], sampling_params=greedy(3))
         assert [output.finish_reason for output in outputs] == ["error", "length"]
 
@@ -83,7 +85,7 @@ def test_failures_separated_by_good_steps_do_not_end_the_loop(make_engine, monke
 def serve(loop: EngineLoop, *commands, patience: int = 200) -> list:
     """Run `serve` over scripted commands (None: no command), then a Stop. Returns its reports."""
     reports, script = [], iter([*commands, *[None] * patience, Stop()])
-    loop.serve(lambda timeout: next(script), reports.append)
+    service.serve(loop, lambda timeout: next(script), reports.append)
     return reports
 
 
@@ -97,7 +99,7 @@ def test_serving_answers_and_ends_with_one_dead_without_a_reason(make_engine, re
     reports = serve(make_engine().loop, submit, Ask(7, "graphs"), Ask(8, "nothing"))
     assert tokens(events_of(reports, "a")) == reference.greedy(PROMPTS[0], 9)
     replies = {report.number: report for report in reports if isinstance(report, Reply)}
-    assert isinstance(replies[7].value, list) and isinstance(replies[8].error, AttributeError)
+    assert isinstance(replies[7].value, list) and isinstance(replies[8].error, RequestError)
     assert reports[-1] == Dead("") and sum(isinstance(report, Dead) for report in reports) == 1
     last = [report for report in reports if isinstance(report, Snapshot)][-1].stats
     assert (last.num_running, last.generation_tokens, last.kv_cache_usage) == (0, 9, 0)
@@ -141,7 +143,7 @@ def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
         captures = list(engine.loop.stats().graphs["captures"])
         sent.extend((event, captures) for event in getattr(report, "events", ()))
 
-    engine.loop.serve(receive, send)
+    service.serve(engine.loop, receive, send)
     assert sent[0][0].token_ids and sent[0][1] == []
     assert engine.loop.stats().graphs["captures"]
 
@@ -155,7 +157,7 @@ def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(m
         frozen.append(gc.get_freeze_count())
         return next(commands)
 
-    loop.serve(receive, lambda report: None)
+    service.serve(loop, receive, lambda report: None)
     assert loop.stats().graphs["captures"] and min(frozen) > 10_000
     assert gc.get_freeze_count() == 0
 
@@ -175,7 +177,7 @@ def test_an_abort_while_serving_reaches_its_request_only(make_engine, reference)
 
 def test_a_loop_that_fails_for_good_ends_its_requests_and_reports_why(make_engine, monkeypatch):
     loop = make_engine(max_num_seqs=1, graph_buckets=(1,)).loop
-    fail_once(monkeypatch, loop.runner, times=1000)
+    fail_once(monkeypatch, loop.executor.worker.runner, times=1000)
     reports = serve(loop, Submit([request(f"{i}", prompt, greedy(5)) for i, prompt in enumerate(MANY)]))
     reasons = [events_of(reports, f"{i}")[-1].finish_reason for i in range(8)]
     assert reasons == ["error"] * (MAX_CONSECUTIVE_FAILURES - 1) + ["abort"] * (8 - MAX_CONSECUTIVE_FAILURES + 1)
@@ -221,7 +223,9 @@ def test_a_call_waits_while_another_thread_holds_the_device_quiet(make_engine, c
 
 
 def weights_of(engine):
-    return [(name, slot.read().clone()) for name, slot in engine.loop.runner.model.weight_slots().items()]
+    return [
+        (name, slot.read().clone()) for name, slot in engine.loop.executor.worker.runner.model.weight_slots().items()
+    ]
 
 
 def test_waiting_for_weights_does_not_block_the_pool(make_engine):
@@ -254,9 +258,9 @@ def test_a_serving_loop_waits_while_another_thread_holds_the_device_quiet(make_e
         except queue.Empty:
             return None
 
-    thread = threading.Thread(target=loop.serve, args=(receive, reports.append))
+    thread = threading.Thread(target=service.serve, args=(loop, receive, reports.append))
     thread.start()
-    with loop.runner.cache.pool.quiet():
+    with loop.executor.worker.runner.cache.pool.quiet():
         commands.put(Submit([request("a", PROMPTS[0], greedy(20))]))
         time.sleep(0.3)
         assert not [report for report in reports if isinstance(report, Events)]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, SamplingParams
+from engine.core.service import serve
 from engine.errors import PromptTooLong, RequestError
 from engine.protocol.messages import Dead, Events, Stop, Submit
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
@@ -316,7 +317,7 @@ def test_a_manifest_that_cant_be_written_is_one_warning_and_the_loop_serves_on(
     cache = tmp_path / "cache"
     cache.write_text("a file where the cache folder should be")
     monkeypatch.setenv("ENCORE_CACHE", str(cache))
-    monkeypatch.setattr("engine.core.loop.MANIFEST_SECONDS", 0.0)
+    monkeypatch.setattr("engine.core.service.MANIFEST_SECONDS", 0.0)
     engine = make_engine(graph_manifest=None)
     loop, reports, turns = engine.loop, [], itertools.count()
 
@@ -325,7 +326,7 @@ def test_a_manifest_that_cant_be_written_is_one_warning_and_the_loop_serves_on(
         return Submit([request("a", PROMPTS[0], greedy(5))]) if turn == 3 else Stop() if turn == 20 else None
 
     with caplog.at_level("WARNING"):
-        loop.serve(receive, reports.append)
+        serve(loop, receive, reports.append)
         engine.close()
     events = [event for report in reports if isinstance(report, Events) for event in report.events]
     assert [token for event in events for token in event.token_ids] == reference.greedy(PROMPTS[0], 5)
@@ -356,12 +357,12 @@ def test_a_request_of_an_embedding_caller_uses_weights_that_moved(make_engine):
     engine.warm()
     engine.loop.add(request("before", PROMPTS[0], greedy(8)))
     drain(engine.loop)
-    for parameter in engine.loop.runner.model.module.parameters():
+    for parameter in engine.loop.executor.worker.runner.model.module.parameters():
         parameter.data = parameter.data * 1.5
-    for parameter in other.loop.runner.model.module.parameters():
+    for parameter in other.loop.executor.worker.runner.model.module.parameters():
         parameter.data.mul_(1.5)
     for each in (engine, other):
         each.loop.add(request("after", PROMPTS[0], greedy(8)))
     found, expected = (tokens(drain(each.loop)["after"]) for each in (engine, other))
     assert found == expected
-    assert sum(engine.loop.runner.cache.stats.invalidations.values())
+    assert sum(engine.loop.executor.worker.runner.cache.stats.invalidations.values())

@@ -21,20 +21,20 @@ from tests.engine.lively import PROMPTS, SETTINGS, greedy, request, tokens
 
 def make_mixed(engine: Engine, decodes: int = 64) -> Engine:
     """Let up to `decodes` decodes share a step with prompt chunks, and count such steps."""
-    runner = engine.loop.runner
-    prepare = runner.prepare
+    builder = engine.loop.executor.worker.runner.builder
+    build = builder.build
 
     def counted(batch: Batch) -> StepInput:
-        step = prepare(batch)
-        runner.num_mixed += step.prefill is not None and step.prefill.num_decodes > 0
+        step = build(batch)
+        builder.num_mixed += step.prefill is not None and step.prefill.num_decodes > 0
         return step
 
-    runner.max_mixed_decodes, runner.num_mixed, runner.prepare = decodes, 0, counted
+    builder.max_mixed_decodes, builder.num_mixed, builder.build = decodes, 0, counted
     return engine
 
 
 def count_mixed(engine: Engine) -> int:
-    return engine.loop.runner.num_mixed
+    return engine.loop.executor.worker.runner.builder.num_mixed
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "async scheduling"])
@@ -102,7 +102,7 @@ def test_more_decodes_than_allowed_run_apart(make_engine):
     for _ in range(8):
         loop.step()
     assert count_mixed(engine) == few
-    engine.loop.runner.max_mixed_decodes = 4
+    engine.loop.executor.worker.runner.builder.max_mixed_decodes = 4
     loop.add(request("third", PROMPTS[0], greedy(4)))
     while loop.has_work:
         loop.step()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.service import serve
 from engine.core.step_timer import MIN_PROMPT_TOKENS, MIN_WAIT, StepTimer
 from engine.protocol.messages import Stop, Submit
 from engine.scheduling.batch import Batch, PrefillChunk
@@ -99,8 +100,8 @@ def test_requests_that_come_during_a_long_step_are_in_the_next_one(make_engine):
         return None if loop.has_work else Stop()
 
     loop.scheduler.schedule = recorded
-    loop.timer.seconds_to_wait = lambda batch, enqueued: 0.1 if len(batches) == 1 and late else 0.0
-    loop.serve(receive, reports.append)
+    loop.steps.timer.seconds_to_wait = lambda batch, enqueued: 0.1 if len(batches) == 1 and late else 0.0
+    serve(loop, receive, reports.append)
     tokens = Counter()
     for report in reports:
         for event in getattr(report, "events", ()):

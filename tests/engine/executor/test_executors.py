@@ -89,7 +89,7 @@ def test_weights_are_replaced_from_tensors_and_from_files(
     weights = list(iterate_safetensors(other_model))
     assert engine.update_weights(dict(weights), version="a") == len(weights)
     assert generate(engine) == new != old
-    assert engine.loop.operations.load_weights(str(lively_model), "b") == len(weights)
+    assert engine.loop.load_weights(str(lively_model), "b") == len(weights)
     assert generate(engine) == old and engine.weight_version == "b"
 
 
@@ -106,7 +106,7 @@ def test_a_refused_update_keeps_the_old_weights(engine, other_model, reference, 
         with pytest.raises(WeightUpdateError):
             engine.update_weights(refused, version="refused")
     with pytest.raises(WeightUpdateError, match="does not exist"):
-        engine.loop.operations.load_weights(str(tmp_path / "nowhere"), "refused")
+        engine.loop.load_weights(str(tmp_path / "nowhere"), "refused")
     with pytest.raises(OSError, match="the trainer went away"):
         engine.update_weights(fail_midway(weights), version="refused")
     assert engine.weight_version == version
@@ -131,9 +131,9 @@ def test_a_row_of_nan_fails_its_request_and_leaves_clean_pages_on_every_rank(eng
 
 def test_graphs_are_captured_dropped_and_reported(engine, reference):
     loop = engine.loop
-    loop.warm()
+    loop.captures.warm()
     captured = [row for row in loop.graphs() if row["state"] == "captured"]
-    assert not loop.runner.cache.pending() and not loop.capture_next()
-    assert loop.operations.invalidate() == len(captured)
+    assert not loop.executor.worker.runner.cache.pending() and not loop.captures.capture_next()
+    assert loop.captures.invalidate() == len(captured)
     assert generate(engine) == [reference.greedy(prompt, 20) for prompt in PROMPTS]
     loop.executor.check()

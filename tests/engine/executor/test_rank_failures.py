@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig
+from engine.core.service import serve
 from engine.distributed import process_group
 from engine.errors import EngineDead, WeightUpdateError
 from engine.executor import worker_group
@@ -51,7 +52,7 @@ def test_a_step_that_fails_on_rank_0_ends_all_ranks(engine, monkeypatch):
     def fail(step):
         raise RuntimeError("the device coughed")
 
-    monkeypatch.setattr(engine.loop.runner, "execute", fail)
+    monkeypatch.setattr(engine.loop.executor.worker.runner, "execute", fail)
     for _ in range(2):
         with pytest.raises(EngineDead, match="rank 0 failed in execute: RuntimeError: the device coughed"):
             generate(engine)
@@ -178,7 +179,7 @@ def test_an_idle_engine_notices_a_lost_rank(engine):
         time.sleep(timeout)
 
     os.kill(engine.loop.executor.pids[0], signal.SIGKILL)
-    engine.loop.serve(receive, reports.append)
+    serve(engine.loop, receive, reports.append)
     assert "rank 1 ended with exit code -9" in reports[-1].reason
 
 
@@ -192,7 +193,7 @@ def test_requests_of_a_lost_engine_end_without_an_event(engine):
             os.kill(engine.loop.executor.pids[0], signal.SIGKILL)
         return next(commands)
 
-    engine.loop.serve(receive, reports.append)
+    serve(engine.loop, receive, reports.append)
     events = [event for report in reports for event in getattr(report, "events", ())]
     assert events and not any(event.finish_reason for event in events)
     assert "rank 1 ended with exit code -9" in reports[-1].reason

@@ -199,14 +199,14 @@ def test_weights_load_from_files_and_a_rejected_update_keeps_the_old_ones(server
     for file in other.glob("*.safetensors"):
         scale_weights(file)
     with pytest.raises(WeightUpdateError, match="does not exist"):
-        server.ask("operations.load_weights", str(tmp_path / "nowhere"), "v2")
+        server.ask("load_weights", str(tmp_path / "nowhere"), "v2")
     misfit = write_model(tmp_path / "misfit", hidden_size=64)
     with pytest.raises(WeightUpdateError, match="shape"):
-        server.ask("operations.load_weights", str(misfit), "v2")
+        server.ask("load_weights", str(misfit), "v2")
     assert server.generate() == old
-    server.ask("operations.load_weights", str(other), "v2")
+    server.ask("load_weights", str(other), "v2")
     assert server.generate() == reference_tokens(other) != old
-    server.ask("operations.load_weights", str(model_folder), "v3")
+    server.ask("load_weights", str(model_folder), "v3")
     assert server.generate() == old
 
 
@@ -268,7 +268,7 @@ except WeightUpdateError as error:
 def interrupted(batch):
     raise KeyboardInterrupt
 
-engine.loop.runner.execute = interrupted
+engine.loop.executor.worker.runner.execute = interrupted
 try:
     generate()
 except KeyboardInterrupt:
@@ -392,7 +392,7 @@ def test_a_worker_in_another_state_than_rank_0_stops(model_folder, number, state
 def test_a_worker_compares_the_tokens_that_rank_0_has_read(model_folder):
     loop = build_loop(engine_config(model_folder, inference_cuda_graph_scope="none"))
     loop.add(EngineRequest(request_id="a", prompt_token_ids=[1, 2], params=LONG, seed=0))
-    step = loop.runner.prepare(loop.scheduler.schedule())
+    step = loop.executor.worker.prepare(loop.scheduler.schedule())
     leader_end, worker_end = Pipe()
     unread = RankState(0, 0, (0, 0, 0, 0))
     send(leader_end, Call(0, unread, "execute", (step,)), Call(1, unread._replace(steps=1), "check_addresses", ()))

@@ -57,7 +57,7 @@ from engine.protocol.request import EngineRequest, SamplingParams
 settings, kill_worker, greedy = json.loads(sys.argv[1])
 loop = build_loop(EngineConfig(**settings))
 pids = list(loop.executor.pids)
-loop.warm()
+loop.captures.warm()
 texts = {}
 for number in range(12):
     params = SamplingParams(max_tokens=60 + number, temperature=0 if greedy or number % 2 else 0.8, top_p=0.9,

@@ -49,7 +49,7 @@ def engine(request, tiny_model):
 
 
 def test_logits_are_those_of_a_float32_head(engine):
-    runner = engine.loop.runner
+    runner = engine.loop.executor.worker.runner
     model = runner.model
     assert isinstance(model, Decoder) and model.dtype == torch.bfloat16 and model.logits_dtype == torch.float32
     assert runner.buffers["logits"].dtype == torch.float32 and runner.buffers["hidden"].dtype == torch.bfloat16
@@ -62,7 +62,7 @@ def test_logits_are_those_of_a_float32_head(engine):
 
 
 def test_of_two_tokens_that_tie_in_bfloat16_the_more_likely_one_is_chosen(engine):
-    model = engine.loop.runner.model
+    model = engine.loop.executor.worker.runner.model
     hidden, weight = random(1, model.config.hidden_size, seed=3).bfloat16(), model.lm_head.weight
     saved, first, second = weight.clone(), 250, 251
     with torch.inference_mode():

@@ -23,12 +23,12 @@ def captures(engine) -> Counter:
 
 
 def addresses(engine) -> dict[str, int]:
-    model = engine.loop.runner.model
+    model = engine.loop.executor.worker.runner.model
     return {name: tensor.data_ptr() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.loop.runner.model.named_weights()}
+    return {name: tensor.clone() for name, tensor in engine.loop.executor.worker.runner.model.named_weights()}
 
 
 def answers(engine, count: int = 12) -> list[list[int]]:
@@ -160,7 +160,7 @@ def test_a_moved_weight_is_detected_and_its_old_address_never_read(make_engine, 
     graphed, eager = make_engine(**settings), make_engine(**settings | {"inference_cuda_graph_scope": "none"})
     before = answers(graphed)
     for engine in (graphed, eager):
-        move(engine.loop.runner.model.layers[1].mlp.down)
+        move(engine.loop.executor.worker.runner.model.layers[1].mlp.down)
     for _ in range(2):
         found = answers(graphed)
         assert found == answers(eager) != before
@@ -178,7 +178,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
     for _ in range(2):
         for engine in (graphed, eager):
             found.append(engine.generate(prompt_token_ids=[17], sampling_params=greedy(5))[0].token_ids)
-            move_data(engine.loop.runner.model.lm_head)
+            move_data(engine.loop.executor.worker.runner.model.lm_head)
     assert found[0] == found[1] != found[2] == found[3]
 
 
@@ -187,7 +187,7 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
 
 def spoil(engine) -> None:
     name = "model.layers.0.self_attn.v_proj.weight"
-    nan = torch.full_like(dict(engine.loop.runner.model.named_weights())[name], float("nan"))
+    nan = torch.full_like(dict(engine.loop.executor.worker.runner.model.named_weights())[name], float("nan"))
     engine.update_weights([(name, nan)], version="spoiled")
 
 
@@ -220,7 +220,7 @@ def test_a_running_request_that_hits_nan_keeps_its_earlier_tokens(make_engine, r
     loop = make_engine().loop
     loop.add(EngineRequest(request_id="a", prompt_token_ids=PROMPT, params=greedy(20)))
     events = [event for _ in range(5) for event in loop.step()]
-    loop.runner.model.norm.weight.data.fill_(float("nan"))
+    loop.executor.worker.runner.model.norm.weight.data.fill_(float("nan"))
     while loop.has_work:
         events += loop.step()
     assert [token for event in events for token in event.token_ids] == reference.greedy(PROMPT, 5)

@@ -116,7 +116,7 @@ def test_padding_rows_change_no_token(make, reference, kind, scope):
     for buckets in ((3, 8), (4, 8), (8,)):
         engine = make(kind, graph_buckets=buckets, inference_cuda_graph_scope=scope)
         assert tokens_of(engine, PROMPTS[:3]) == expected
-        states = engine.loop.runner.states
+        states = engine.loop.executor.worker.runner.states
         assert states is None or not any(whole[:, 0].any() for whole in states.storage)
 
 
@@ -128,7 +128,7 @@ def test_a_capture_between_steps_leaves_the_states_of_running_requests(make, ref
     while engine.loop.has_work:
         for event in engine.loop.step():
             found[event.request_id] += event.token_ids
-        engine.loop.capture_next()
+        engine.loop.captures.capture_next()
     assert list(found.values()) == [reference("hybrid").greedy(prompt, 20) for prompt in PROMPTS]
 
 
@@ -137,7 +137,7 @@ def test_a_state_of_nan_ends_with_its_request(make, reference):
     loop = engine.loop
     loop.add(request("bad", PROMPTS[0], greedy(20)))
     loop.step()
-    for whole in loop.runner.states.storage:
+    for whole in loop.executor.worker.runner.states.storage:
         whole[:, 1] = float("nan")
     [*_, last] = drain(loop)["bad"]
     assert last.finish_reason == "error" and "finite" in last.error
@@ -187,7 +187,7 @@ def test_a_cached_prefix_of_latents_gives_the_same_tokens(make, reference):
 
 def test_a_model_without_paged_layers_has_no_page_table(make, reference):
     engine = make("recurrent", max_model_len=512)
-    assert engine.loop.runner.kv.groups == () and engine.loop.runner.kv.nbytes == 0
+    assert engine.loop.executor.worker.runner.kv.groups == () and engine.loop.executor.worker.runner.kv.nbytes == 0
     assert engine.loop.config.num_pages == 2
     prompt = [3 + i % 90 for i in range(400)]
     assert tokens_of(engine, [prompt, *MANY], 30) == [reference("recurrent").greedy(p, 30) for p in (prompt, *MANY)]

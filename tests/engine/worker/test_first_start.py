@@ -42,7 +42,7 @@ with Engine(EngineConfig(model=model, device="cuda", dtype="bfloat16", max_num_s
     outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
     fallbacks = sum(count for _, count in engine.stats().graphs["fallbacks"])
     digests = [row["digest"] for row in engine.graphs()]
-    engine._loop.runner.cache.invalidate("test")
+    engine._loop.executor.worker.runner.cache.invalidate("test")
     engine.warm()  # with a warm-up run before each capture
     digests_after = [row["digest"] for row in engine.graphs()]
 print(json.dumps([compiled, [output.token_ids for output in outputs], fallbacks, digests, digests_after]))

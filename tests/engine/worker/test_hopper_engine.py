@@ -57,8 +57,8 @@ def test_gpu_log_probabilities_in_mixed_steps_are_those_of_prompts_in_float32(fo
     """Every generated token's log-probability, beside that of the same token in a prompt of a float32 engine."""
     prompts, params = workload()
     with Engine(EngineConfig(model=folder, dtype="bfloat16", async_scheduling=async_scheduling, **SETTINGS)) as engine:
-        runner = engine.loop.runner
-        assert runner.attention.hopper is not None and runner.max_mixed_decodes
+        runner = engine.loop.executor.worker.runner
+        assert runner.attention.hopper is not None and runner.builder.max_mixed_decodes
         outputs = engine.generate(prompt_token_ids=prompts, sampling_params=params)
         graphs = engine.stats().graphs
         computed = sum(count for labels, count in graphs["real_tokens"] if labels[0] == Phase.PREFILL.value)

@@ -92,7 +92,7 @@ def test_updated_experts_serve_without_a_new_capture(make, folder, stacked):
     if stacked:
         update = list(stacks.items())
     else:
-        own = engine.loop.runner.model.named_weights()
+        own = engine.loop.executor.worker.runner.model.named_weights()
         update = [(name, tensor * -0.5) for name, tensor in own if ".mlp.experts." in name]
     engine.update_weights(update, version="other")
     assert tokens_of(engine) == [changed.greedy(prompt, 20) for prompt in PROMPTS] != before

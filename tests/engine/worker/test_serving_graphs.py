@@ -215,7 +215,7 @@ def test_prefills_are_counted_as_eager_with_their_reason(make_engine):
 
 def test_a_capture_that_fails_is_counted_and_the_step_runs_eager(make_engine, reference, monkeypatch, caplog):
     engine = make_engine()
-    backend = engine.loop.runner.cache.pool.backend
+    backend = engine.loop.executor.worker.runner.cache.pool.backend
 
     def refuse(*_):
         raise CaptureError("refused by the test")
@@ -234,7 +234,7 @@ def test_dropped_graphs_give_their_memory_back_and_are_captured_again(make_engin
     before = engine.stats().graphs["pool_bytes"]
     assert before > 0
     for _ in range(3):
-        engine.loop.runner.cache.clear()
+        engine.loop.executor.worker.runner.cache.clear()
         assert engine.stats().graphs["pool_bytes"] == 0
         engine.warm()
         assert engine.stats().graphs["pool_bytes"] == before

@@ -43,7 +43,7 @@ class MirrorExecutor(UniprocExecutor):
 
     def submit(self, batch: Batch) -> AsyncStepOutput:
         self.read()
-        step = self.worker.runner.prepare(batch)
+        step = self.worker.prepare(batch)
         self.steps.append(step)
         with PackedMessage(step) as packed:
             sending = threading.Thread(target=packed.send, args=(self._sender,))

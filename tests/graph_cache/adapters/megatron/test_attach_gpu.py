@@ -187,7 +187,7 @@ def test_one_model_trains_and_generates_on_a_gpu(is_plain):
     greedy = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     model = build(**(PLAIN if is_plain else {}))
     with Engine(EngineConfig(max_num_seqs=4, warmup="full", max_model_len=128, num_pages=64), model=model) as engine:
-        runner = engine.loop.runner
+        runner = engine.loop.executor.worker.runner
         assert (runner.step_model is not runner.model) == is_plain
         trainer = Engine(EngineConfig(mode="training", cuda_graph_warmup_steps=2), pool=engine.pool)
         trainer.attach(model)

@@ -1,0 +1,28 @@
+"""What the workers of an engine can do, for the core that schedules their steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ResolvedConfig
+from engine.protocol.messages import ModelInfo
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Sizes and limits that are equal on all ranks and never change.
+
+    - windows: of each KV cache group, in tokens; None for full attention.
+    - max_prefill_chunks: prompt chunks in one step.
+    - max_verify_tokens: tokens in the rows of one step that verify drafts; 0 without speculative decoding.
+    - device: of the worker in this process, where the core prepares token masks.
+    """
+
+    config: ResolvedConfig
+    info: ModelInfo
+    windows: tuple[int | None, ...]
+    max_prefill_chunks: int
+    max_verify_tokens: int
+    device: torch.device
