@@ -53,7 +53,7 @@ RECORDS = frozenset(
 )
 # Packages whose objects are not followed: their state is caches and counters that no result depends on.
 SKIPPED = frozenset((*sys.stdlib_module_names, "numpy", "graph_cache", "engine", "_pytest")) - RECORDS
-SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler")
+SKIPPED_PREFIXES = ("torch.distributed", "torch.utils.data", "torch.cuda", "torch._", "torch.profiler", "triton.")
 NOT_FOLLOWED = (Tensor, types.BuiltinFunctionType, types.MethodType, functools.partial)
 FLAGS = frozenset(("main_grad", "grad_added_to_main_grad"))  # of parameters, which `parameter_aliases.py` takes care of
 LIBRARIES = frozenset(("transformer_engine", "megatron"))

@@ -25,7 +25,7 @@ from graph_cache.reference import Reference
 logger = logging.getLogger(__name__)
 
 CAPTURE_SEED = 0x5EED_CAB7_0DE5_1234  # that no code sets
-# Parts of the error texts of the driver (CUDA errors 900 to 908) and of PyTorch for an operation that can't be captured.
+# Parts of the error texts of the driver (CUDA errors 900 to 908) and PyTorch for what can't be captured.
 REFUSALS = (
     "stream is capturing", "during capture", "capture sequence", "capture was not ended", "capturing stream",
     "uncaptured work", "stream depend on a capturing", "cudaErrorStreamCapture", "graph capture", "captures_underway",
