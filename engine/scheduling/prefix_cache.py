@@ -103,6 +103,11 @@ class PrefixCache:
                 table += [page_of[chain.digest(index, token_ids, size)] for index in range(start, length)]
         return tables
 
+    def next_page(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> bytes | None:
+        """Return the digest of the page after the first `length` pages; None if a lookup would not look for it."""
+        size = self.pool.page_size
+        return chain.digest(length, token_ids, size) if length < (len(token_ids) - 1) // size else None
+
     def acquire(self, tables: Sequence[Sequence[int]]) -> None:
         """Reference the pages that `lookup` returned. Call it before any allocation; the caller frees them."""
         for table in tables:

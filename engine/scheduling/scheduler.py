@@ -28,12 +28,12 @@ from itertools import islice
 from operator import attrgetter
 
 from engine.errors import RequestError
+from engine.scheduling import progress
 from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.progress import RequestProgress
 from engine.scheduling.request import Request, RequestState
 from engine.speculation.drafter import Drafter, DraftRow
 
@@ -81,7 +81,6 @@ class Scheduler:
         self._short_slots = max(1, min(8, config.max_num_seqs // 16)) if config.max_num_seqs > 1 else 0
         self._blocked_head: QueuedRequest | None = None  # head that did not fit, until something is released
         self._added = self._last_lease = 0
-        self._progress = RequestProgress(pool.page_size, prefix_cache, self._entries)
 
     @property
     def has_work(self) -> bool:
@@ -220,18 +219,37 @@ class Scheduler:
         """Update progress for a batch that was enqueued.
 
         Its tokens count as computed, and each request whose last known token was among them has one more token in
-        flight. Requests that ended or were preempted since `schedule` are skipped.
+        flight. Full pages of prompt chunks are cached. Requests that ended or were preempted since `schedule` are
+        skipped.
         """
-        self._progress.dispatch(batch)
+        progress.dispatch(batch)
+        for chunk in batch.prefills:  # later steps may read these pages: the device runs them afterwards
+            if chunk.request.lease == chunk.lease:
+                self._cache_pages(chunk.request, chunk.start + chunk.length)
 
     def complete(self, batch: Batch, new_tokens: Sequence[int | None], verified: Sequence[Sequence[int]] = ()) -> None:
-        """Append the tokens of a dispatched batch and cache the pages that are full.
+        """Append the tokens of a dispatched batch and cache the pages that they fill.
 
         `new_tokens` has one token for each of `batch.sampled`, `verified` the accepted tokens of each of
         `batch.verifies`. Requests that ended or were preempted meanwhile are skipped. A request that gets no token must
         be finished before the next `schedule`. Checking stop conditions is left to the loop.
         """
-        self._progress.complete(batch, new_tokens, verified)
+        for request, computed in progress.complete(batch, new_tokens, verified, self.pool.page_size):
+            self._cache_pages(request, computed)
+
+    def _cache_pages(self, request: Request, computed: int) -> None:
+        """Add the pages filled by `computed` tokens to the prefix cache, which ignores those started before a reset.
+
+        A page is cached only when all its tokens are known. Pages that left their windows before are not cached.
+        """
+        if self.prefix_cache is None:
+            return
+        entry = self._entries[request.request_id]
+        full = computed // self.pool.page_size
+        if full > entry.registered:
+            assert entry.chain is not None  # created at admission
+            self.prefix_cache.insert(entry.chain, request.token_ids, request.page_tables, entry.registered, full)
+            entry.registered = full
 
     def problems(self) -> list[str]:
         """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
@@ -455,14 +473,25 @@ class Scheduler:
         return cost if cost <= budget // 2 else 0
 
     def _admit_in_order(self, batch: Batch, budget: int) -> None:
-        """Admit requests from the head of the queue while budget, slots and pages last, without skipping any."""
-        while budget > 0 and self._waiting and self._free_slots and self._waiting[0] is not self._blocked_head:
-            if self._is_full(batch):
+        """Admit requests from the head of the queue while budget, slots and pages last.
+
+        Only a request whose next page this step computes is skipped, with a slot kept for it: in the next step it finds
+        the page in the prefix cache. So the samples of a prompt compute it once.
+        """
+        begun: set[bytes] | None = None  # digests of the pages that this step fills
+        skipped = 0
+        while budget > 0 and skipped < min(len(self._waiting), len(self._free_slots)):
+            head = self._waiting[skipped]
+            if head is self._blocked_head or self._is_full(batch):
                 return
-            head = self._waiting[0]
             if head.request in batch.preempted:  # re-admitting it would take back the pages it just freed
                 return
             matched = self._admission.matched_tables(head, self.weight_version)
+            if begun is None:
+                begun = self._pages_begun(batch)
+            if self._next_page(head, matched) in begun:
+                skipped += 1
+                continue
             if self._admission.shortfall(head, matched, self._running) > 0:
                 if not self._running:  # it must fit an idle pool, so it would wait forever
                     raise SchedulerInvariantError(f"{head.request!r} doesn't fit an idle engine: {self.problems()}")
@@ -475,6 +504,27 @@ class Scheduler:
                 budget -= 1
             else:
                 budget -= _add_chunk(batch, head.request, budget)
+                begun.update(self._pages_of(head, batch.prefills[-1]))
+
+    def _pages_begun(self, batch: Batch) -> set[bytes]:
+        """Return the digests of the pages that the prompt chunks of a batch fill; empty without a prefix cache."""
+        return {
+            page for chunk in batch.prefills for page in self._pages_of(self._entries[chunk.request.request_id], chunk)
+        }
+
+    def _pages_of(self, entry: QueuedRequest, chunk: PrefillChunk) -> list[bytes]:
+        """Return the digests of the pages that a prompt chunk fills; empty without a prefix cache."""
+        if self.prefix_cache is None or entry.chain is None:
+            return []
+        size, tokens = self.pool.page_size, entry.request.token_ids
+        pages = range(chunk.start // size, (chunk.start + chunk.length) // size)
+        return [entry.chain.digest(index, tokens, size) for index in pages]
+
+    def _next_page(self, entry: QueuedRequest, matched: list[list[int]]) -> bytes | None:
+        """Return the digest of the first page that a request would compute; None if it wouldn't be shared."""
+        if self.prefix_cache is None or entry.chain is None or entry.request.params.needs_whole_prompt:
+            return None
+        return self.prefix_cache.next_page(entry.chain, entry.request.token_ids, len(matched[0]))
 
     def _is_full(self, batch: Batch) -> bool:
         """Return whether the batch has as many prefill chunks as a step may have."""

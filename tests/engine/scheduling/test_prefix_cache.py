@@ -4,6 +4,8 @@ import pytest
 
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import RequestState
+from tests.engine.scheduling.steps import add, chunks, make, names, step
 
 SIZE = 4
 
@@ -124,3 +126,49 @@ def test_problems_names_a_page_that_the_pool_keeps_and_the_cache_does_not(cache)
     page = cache.pool.allocate(1)[0]
     cache.pool.keep(page)
     assert cache.problems() == [f"pages kept but not cached, or the reverse: [{page}]"]
+
+
+# --- one prompt, several samples ---
+
+
+def test_the_samples_of_a_prompt_compute_it_once_also_before_its_tokens_are_read():
+    scheduler = make(seqs=8, budget=64)
+    prompt = list(range(21))
+    for index in range(4):
+        add(scheduler, f"a{index}", prompt, index=index)
+    first = scheduler.schedule()
+    scheduler.dispatch(first)
+    second = scheduler.schedule()  # the first step is still in flight
+    scheduler.dispatch(second)
+    assert chunks(first) == [("a0", 0, 21, True)]
+    assert names(second.decodes) == ["a0", "a1", "a2", "a3"]  # the last token of a prompt is always computed
+    assert [request.cached_tokens for request in scheduler.requests()] == [0, 20, 20, 20]
+
+
+def test_samples_of_a_prompt_longer_than_a_step_compute_each_token_once():
+    scheduler = make(seqs=8, budget=16, pages=128)
+    for index in range(3):
+        add(scheduler, f"a{index}", list(range(70)), index=index, max_tokens=2)
+    computed = 0
+    while scheduler.has_work:
+        computed += sum(chunk.length for chunk in step(scheduler).prefills)
+    assert computed <= 70 + 2 * 2
+    scheduler.idle_check()
+
+
+def test_a_prompt_with_another_salt_or_with_log_probabilities_of_the_prompt_does_not_wait():
+    scheduler = make(seqs=8, budget=64)
+    add(scheduler, "a", list(range(12)))
+    add(scheduler, "b", list(range(12)), cache_salt="other")
+    add(scheduler, "c", list(range(12)), prompt_logprobs=1)
+    assert [name for name, *_ in chunks(scheduler.schedule())] == ["a", "b", "c"]
+
+
+def test_pages_of_a_failed_step_are_shared_with_no_later_request():
+    scheduler = make(seqs=8, budget=64)
+    request = add(scheduler, "a", list(range(12)))
+    scheduler.dispatch(scheduler.schedule())
+    scheduler.finish(request, RequestState.FAILED)
+    other = add(scheduler, "b", list(range(12)))
+    step(scheduler)
+    assert other.cached_tokens == 0

@@ -201,6 +201,14 @@ class Simulation:
         waiting = sorted((r for r in self.scheduler.requests() if r.slot is None), key=self.order.__getitem__)
         if not waiting:
             return
+        skipped = 0  # requests at the head that wait for pages of this step, each with a slot kept for it
+        while skipped < len(waiting) and self.waits_for_pages(waiting[skipped], batch):
+            skipped += 1
+        if skipped and any(self.order[r] > self.order[waiting[0]] and not self.is_short(r) for r in batch.admitted):
+            assert len(running) < self.scheduler.config.max_num_seqs, "a slot is kept"
+        waiting = waiting[skipped:]
+        if not waiting:
+            return
         overtaking = [request for request in batch.admitted if self.order[request] > self.order[waiting[0]]]
         assert all(self.is_short(r) and r.priority <= waiting[0].priority for r in overtaking), "no other overtakes"
         assert not overtaking or sum(map(self.is_short, running)) <= self.short_slots
@@ -214,7 +222,19 @@ class Simulation:
             share = 1 << min(self.scheduler.num_preemptions, 16)
             need = self.pool.pages_for(len(waiting[0].token_ids) + 1) + (len(running) + 1) * share
             need *= len(self.groups)
-            assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
+            if len(running) + skipped < self.scheduler.config.max_num_seqs:
+                assert need > self.pool.num_free, f"{waiting[0]!r} waits though it would fit"
+
+    def waits_for_pages(self, request: Request, batch) -> bool:
+        """Whether a step with a prefix cache computes a page of a prompt that this request has, too."""
+        if self.scheduler.prefix_cache is None or request.params.needs_whole_prompt:
+            return False
+        size, tokens = self.pool.page_size, request.token_ids
+        for chunk in batch.prefills:
+            ends = range((chunk.start // size + 1) * size, chunk.start + chunk.length + 1, size)
+            if any(end < len(tokens) and chunk.request.token_ids[:end] == tokens[:end] for end in ends):
+                return True
+        return False
 
     @property
     def short_slots(self) -> int:
