@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +18,26 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
+from engine.generation import Generation, SharedLoop
 from engine.models.registry import config_from_folder
 from engine.protocol.messages import EngineStats, ModelInfo
-from engine.protocol.outputs import RequestOutput
+from engine.protocol.outputs import RequestOutput, Sample
 from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
 from engine.text.bad_words import bad_word_ids
-from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
 from engine.utils.progress import Progress
 from graph_cache.pool import GraphPool
-from graph_cache.validation import names_arguments
+from graph_cache.validation import is_whole_number, names_arguments
 
 PROGRESS_DELAY = 2.0  # seconds of generation before its progress is shown
 _EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"
 
 
 class Engine:
-    """A model, its KV cache and its graphs, used from one thread.
+    """A model, its KV cache and its graphs.
+
+    Threads may call it at the same time: their requests run in the same batches.
 
     `Engine(config)` loads the model; use it in a `with` block or call `close()`. Raises ConfigError or ModelError. With
     `mode="training"` it returns a TrainingEngine instead (`engine/training_engine.py`), which may share the `pool` of
@@ -73,6 +75,7 @@ class Engine:
             if model is None
             else build_megatron_loop(self.config, model, self.tokenizer, source)
         )
+        self._shared = SharedLoop(self._loop)
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._closed = False
@@ -119,66 +122,78 @@ class Engine:
         seconds and `EngineConfig.progress` is on. Raises RequestError, before anything runs, if any prompt or parameter
         is invalid; a request that fails later has finish_reason "error".
         """
+        generation = self._generation(prompts, sampling_params, prompt_token_ids, None)
+        for _ in self._samples(generation, use_tqdm):
+            pass
+        return generation.outputs
+
+    @functools.partial(names_arguments, fields_of={"sampling_params": SamplingParams})
+    def generate_as_completed(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams
+        | Mapping[str, Any]
+        | Sequence[SamplingParams | Mapping[str, Any]]
+        | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
+        expected_tokens: Sequence[int] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> Iterator[Sample]:
+        """As `generate`, but yield each sample (`prompt_index`, `output`) as soon as it has finished.
+
+        The engine runs while the iterator is advanced. Between two samples, weights may be updated, and other calls may
+        generate: their requests share the batches. Closing the iterator aborts what is left. `expected_tokens`: how
+        many tokens the samples of each prompt may take; the longest start first, so that the batch stays full.
+        """
+        generation = self._generation(prompts, sampling_params, prompt_token_ids, expected_tokens)
+        return self._samples(generation, use_tqdm)
+
+    def _generation(
+        self, prompts: Any, sampling_params: Any, prompt_token_ids: Any, expected_tokens: Any
+    ) -> Generation:
+        """Check the arguments of `generate`, and return their requests."""
         self._require_open()
-        if not isinstance(use_tqdm, bool | None):
-            raise RequestError(f"use_tqdm={use_tqdm!r}: give True, False or None", param="use_tqdm")
         texts, ids = self._prompts(prompts, prompt_token_ids)
         ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
         params = [one.for_vocab(self.info.vocab_size) for one in self._params(sampling_params, len(ids))]
-        processor = OutputProcessor(self.tokenizer)
-        outputs: dict[str, RequestOutput] = {}
-        requests: list[EngineRequest] = []
+        lengths = _expected_tokens(expected_tokens, len(ids))
+        generation = Generation(self.tokenizer)
         for text, prompt, wanted in zip(texts, ids, params, strict=True):
             name = f"generate-{next(self._numbers)}"
-            outputs[name] = RequestOutput.empty(name, text, prompt, wanted.n)
             banned = bad_word_ids(self.tokenizer, wanted.bad_words)
-            for child in split_n(name, wanted, self._seed(wanted)):
-                processor.add(child.request_id, child.params, prompt, request_id=name, index=child.index)
-                requests.append(
-                    EngineRequest(
-                        request_id=child.request_id,
-                        prompt_token_ids=prompt,
-                        params=child.params,
-                        seed=child.seed,
-                        bad_word_ids=banned,
-                    )
+            sequences = [
+                EngineRequest(
+                    request_id=child.request_id,
+                    prompt_token_ids=prompt,
+                    params=child.params,
+                    seed=child.seed,
+                    bad_word_ids=banned,
                 )
+                for child in split_n(name, wanted, self._seed(wanted))
+            ]
+            generation.add(RequestOutput.empty(name, text, prompt, wanted.n), sequences)
+        if lengths is not None:
+            generation.start_longest_first(lengths)
         for future in [self._loop.constraints.compile(one) for one in params if one.structured_outputs is not None]:
             future.result()  # an invalid grammar is refused before anything runs
-        try:
-            for request in requests:
-                self._loop.add(request)
-            is_shown = self.config.progress if use_tqdm is None else use_tqdm
-            delay = PROGRESS_DELAY if use_tqdm is None else 0.0
-            with Progress("generating", "sequences", enabled=is_shown, delay=delay) as progress:
-                self._run(processor, outputs, len(requests), progress)
-        finally:
-            with self.pool.turn():
-                self._loop.abort(
-                    [request.request_id for request in requests]
-                )  # after an exception; finished requests are ignored
-                self._loop.drop_events()
-        return list(outputs.values())
+        return generation
 
-    def _run(
-        self, processor: OutputProcessor, outputs: dict[str, RequestOutput], total: int, progress: Progress
-    ) -> None:
-        started, num_finished, num_tokens = time.monotonic(), 0, 0
-        progress(0, total)
-        while self._loop.has_work:
-            with self.pool.turn():
-                for event in self._loop.step():
-                    delta = processor.process(event)
-                    if delta is None:
-                        continue
-                    outputs[delta.request_id].add(delta)
-                    num_tokens += len(delta.token_ids)
-                    num_finished += delta.finish_reason is not None
-                    if delta.abort:
-                        self._loop.abort([delta.child_id])
-                if self._loop.has_work:
-                    self._loop.capture_between_steps()
-            progress(num_finished, total, f"{num_tokens / (time.monotonic() - started):.0f} tokens/s")
+    def _samples(self, generation: Generation, use_tqdm: bool | None) -> Iterator[Sample]:
+        """Check `use_tqdm`, and return an iterator that runs the requests and yields the finished samples."""
+        if not isinstance(use_tqdm, bool | None):
+            raise RequestError(f"use_tqdm={use_tqdm!r}: give True, False or None", param="use_tqdm")
+        is_shown = self.config.progress if use_tqdm is None else use_tqdm
+        return self._show(generation, is_shown, PROGRESS_DELAY if use_tqdm is None else 0.0)
+
+    def _show(self, generation: Generation, is_shown: bool, delay: float) -> Iterator[Sample]:
+        total, started = len(generation.requests), time.monotonic()
+        with Progress("generating", "sequences", enabled=is_shown, delay=delay) as progress:
+            progress(0, total)
+            for sample in self._shared.run(generation):
+                rate = generation.num_tokens / (time.monotonic() - started)
+                progress(total - generation.num_running, total, f"{rate:.0f} tokens/s")
+                yield sample
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
@@ -315,6 +330,18 @@ class Engine:
                 param="sampling_params",
             )
         return [_sampling_params(one) for one in given]
+
+
+def _expected_tokens(given: Any, count: int) -> list[int] | None:
+    if given is None:
+        return None
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if not is_list or len(given) != count or not all(is_whole_number(one, 0) for one in given):
+        raise RequestError(
+            f"expected_tokens={given!r:.200}: give a list of whole numbers, one for each of the {count} prompts",
+            param="expected_tokens",
+        )
+    return list(given)
 
 
 def _sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:

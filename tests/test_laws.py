@@ -49,7 +49,7 @@ FLOORS = {
         ("executor",),
         ("core",),
         ("client",),
-        ("training_engine",),
+        ("training_engine", "generation"),
         ("engine",),
         ("bench", "library"),
     ),

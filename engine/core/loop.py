@@ -142,9 +142,10 @@ class EngineLoop:
             elif self.constraints.forget(request_id):
                 self.finisher.drop(request_id, self.weight_version)
 
-    def drop_events(self) -> None:
-        """Discard pending events that no caller will read, such as those of requests just aborted."""
-        self.finisher.events.clear()
+    def take_events(self) -> list[TokenEvent]:
+        """Return the pending events, such as those of requests just aborted."""
+        events, self.finisher.events = self.finisher.events, []
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -177,8 +178,7 @@ class EngineLoop:
                 steps.fail(batch, failure)
             self._num_steps += bool(batch)
         self.executor.check()  # results that were computed without a lost rank are invalid
-        events, self.finisher.events = self.finisher.events, []
-        return events
+        return self.take_events()
 
     def capture_between_steps(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
         """See Captures.capture_between_steps."""

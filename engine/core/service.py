@@ -105,7 +105,7 @@ class _Service:
         """Abort what is live and send the last events; with a lost rank they are invalid, and the Dead ends all."""
         loop = self._loop
         if is_lost:
-            loop.drop_events()
+            loop.take_events()
         else:
             loop.abort([request.request_id for request in loop.scheduler.requests()])
             loop.abort(loop.constraints.compiling)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,6 +101,13 @@ class CompletionOutput:
         They are those after the last layer and its norm. None unless return_hidden_states asked for them.
         """
         return np.concatenate(self.hidden_state_parts) if self.hidden_state_parts else None
+
+
+class Sample(NamedTuple):
+    """A finished sequence: the position of its prompt among the prompts of the call, and its output."""
+
+    prompt_index: int
+    output: CompletionOutput
 
 
 @dataclass(kw_only=True)
