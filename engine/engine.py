@@ -158,7 +158,7 @@ class Engine:
         ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
         params = [one.for_vocab(self.info.vocab_size) for one in self._params(sampling_params, len(ids))]
         lengths = _expected_tokens(expected_tokens, len(ids))
-        generation = Generation(self.tokenizer)
+        generation, now = Generation(self.tokenizer), time.monotonic()
         for text, prompt, wanted in zip(texts, ids, params, strict=True):
             name = f"generate-{next(self._numbers)}"
             banned = bad_word_ids(self.tokenizer, wanted.bad_words)
@@ -168,6 +168,7 @@ class Engine:
                     prompt_token_ids=prompt,
                     params=child.params,
                     seed=child.seed,
+                    arrival_time=now,
                     bad_word_ids=banned,
                 )
                 for child in split_n(name, wanted, self._seed(wanted))
