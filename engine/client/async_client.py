@@ -102,6 +102,7 @@ class Client(Protocol):
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
+        on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
@@ -240,6 +241,7 @@ class EngineClient:
         priority: int = 0,
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
+        on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
     ) -> AsyncGenerator[list[OutputDelta], None]:
@@ -247,11 +249,12 @@ class EngineClient:
 
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
         iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
-        and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `first_index` is the
-        number of sequences before these in the same request of a client with several prompts. `sender` says who sent
-        it, of all that share this client. Raises RequestError for an invalid request, EngineDead if the engine ends,
-        ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence
-        fails.
+        and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `on_delta(delta)` is
+        offered each delta that arrives while the caller waits for the next list, and returns whether it took it: lists
+        leave those out. `first_index` is the number of sequences before these in the same request of a client with
+        several prompts. `sender` says who sent it, of all that share this client. Raises RequestError for an invalid
+        request, EngineDead if the engine ends, ReaderTooSlow if unread output exceeds the limit of
+        `engine.client.output_queue`, EngineError if a sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -261,7 +264,9 @@ class EngineClient:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
         # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
         children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
-        queue = self._queues[request_id] = OutputQueue(len(children), on_end, on_hidden_states, params.logprobs or 0)
+        queue = self._queues[request_id] = OutputQueue(
+            len(children), on_end, on_hidden_states, params.logprobs or 0, on_delta
+        )
         open_children = {child.request_id for child in children}
         try:
             for child in children:

@@ -23,10 +23,13 @@ class OutputQueue:
     `sequences` is the number of the request's sequences. `on_end(count)` is called when the engine has finished `count`
     of them, read or not; the counts add up to `sequences` at most. `on_hidden_states(parts)` is called for hidden
     states that arrive, which don't count as unread output here. Each token has log-probabilities of `num_alternatives`
-    others.
+    others. `on_delta(delta)` is offered a delta for which the reader waits, and returns whether it took it: the reader
+    is not woken then.
     """
 
-    __slots__ = ("_items", "_limit", "_on_end", "_on_hidden_states", "_running", "_unread_bytes", "_waiter")
+    __slots__ = (
+        "_items", "_limit", "_on_delta", "_on_end", "_on_hidden_states", "_running", "_unread_bytes", "_waiter",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,9 +37,10 @@ class OutputQueue:
         on_end: Callable[[int], None] | None = None,
         on_hidden_states: Callable[[Sequence[np.ndarray]], None] | None = None,
         num_alternatives: int = 0,
+        on_delta: Callable[[OutputDelta], bool] | None = None,
     ) -> None:
-        self._on_hidden_states = on_hidden_states
-        self._items: list[OutputDelta | EngineError] = []
+        self._on_hidden_states, self._on_delta = on_hidden_states, on_delta
+        self._items: list[OutputDelta | Exception] = []
         self._waiter: asyncio.Future[None] | None = None
         self._running, self._on_end = sequences, on_end
         per_sequence = max(UNREAD_BYTES_PER_SEQUENCE, UNREAD_TOKENS_PER_SEQUENCE * LOGPROB_BYTES * num_alternatives)
@@ -44,6 +48,8 @@ class OutputQueue:
 
     def add(self, delta: OutputDelta) -> bool:
         """Add a delta and wake the reader. Return False once the unread output exceeds the limit: abort the request."""
+        if self._on_delta is not None and self._is_taken(delta, self._on_delta):
+            return True
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
             self._unread_bytes += LOGPROB_BYTES * delta.logprobs.num_alternatives
@@ -53,6 +59,16 @@ class OutputQueue:
         if delta.finish_reason is not None:
             self.end(1)
         return self._unread_bytes <= self._limit
+
+    def _is_taken(self, delta: OutputDelta, on_delta: Callable[[OutputDelta], bool]) -> bool:
+        """Offer a delta to `on_delta`. What it raises reaches the reader."""
+        if self._items or self._waiter is None or self._waiter.done():  # the reader is busy with earlier deltas
+            return False
+        try:
+            return on_delta(delta)
+        except Exception as error:
+            self.put(error)
+            return True
 
     def give_up(self, error: EngineError) -> None:
         """Replace the unread output by `error`."""
@@ -71,13 +87,13 @@ class OutputQueue:
         """Record that the engine has finished every sequence."""
         self.end(self._running)
 
-    def put(self, item: OutputDelta | EngineError) -> None:
+    def put(self, item: OutputDelta | Exception) -> None:
         """Append an item and wake the reader."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[OutputDelta | EngineError]:
+    async def take(self) -> list[OutputDelta | Exception]:
         """Return all queued items in order, waiting until there is at least one."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -88,8 +104,8 @@ class OutputQueue:
 
 
 def deltas_until_end(
-    items: Sequence[OutputDelta | EngineError], open_children: set[str]
-) -> tuple[list[OutputDelta], EngineError | None]:
+    items: Sequence[OutputDelta | Exception], open_children: set[str]
+) -> tuple[list[OutputDelta], Exception | None]:
     """Return the deltas up to the first error or the end of the last child, and that error or None.
 
     Removes finished children from `open_children`. Items after the end of the last child are ignored: they can only be
@@ -97,7 +113,7 @@ def deltas_until_end(
     """
     deltas: list[OutputDelta] = []
     for item in items:
-        if isinstance(item, EngineError):
+        if isinstance(item, Exception):
             return deltas, item
         deltas.append(item)
         if item.finish_reason is not None:

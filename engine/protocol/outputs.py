@@ -45,6 +45,14 @@ class OutputDelta:
         """Whether something other than the model's end token ended the output."""
         return _is_cut(self.finish_reason, self.stop_reason)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it adds nothing but tokens with their text, and does not end the sequence."""
+        return (
+            self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
+            and not self.hidden_state_parts
+        )  # fmt: skip
+
     def join(self, later: OutputDelta) -> bool:
         """Merge the sequence's next delta into this one, as if both had come in one event. Return whether it merged.
 

@@ -19,6 +19,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from server.http.direct import EXTENSION, DirectBody
 from server.http.errors import error_body
 from server.http.request_head import HEADER_BYTES, InvalidHead, check_head, header_too_long
 from server.observability.shared_counters import SharedCounters
@@ -152,6 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
         check_head(self.parser.get_http_version(), self.url, self.headers)
         earlier = self.cycle
         super().on_headers_complete()  # fails for an invalid URL
+        self.cycle.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}
         self._earlier, self._in_header, self._framing_bytes = earlier, False, 0
 
     def on_body(self, body: bytes) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from engine.protocol.outputs import OutputDelta
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
+from server.http.direct import direct_writer
 from server.http.errors import THREAD_NOT_FOUND, WireError, body_of, in_format_of
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
@@ -66,6 +68,7 @@ class _MessageRun:
     """One message request: its chat, and its answer as events or as a whole."""
 
     def __init__(self, request: Request, body: MessagesBody):
+        self._request = request
         self._service: Service = request.app.state.service
         if body.continues_thread:
             raise WireError(
@@ -77,26 +80,22 @@ class _MessageRun:
         self._max_tokens = body.max_tokens
         self._id = f"msg_{request.state.request_id}"
         self._model = body.model
+        self._last_event = 0.0
         with translated_errors(SENT_NAMES, self._places):
             self._run = ChatRun(self._service, request, chat, self._id, SENT_NAMES, stops_at_context=True)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
-        last_event = 0.0
-        async with aclosing(self._events()) as events:
+        async with aclosing(self._events(is_stream=True)) as events:
             async for found in events:
-                now = time.monotonic()
-                if found:
-                    last_event = now
-                    yield _written(found)
-                elif now - last_event > PING_SECONDS:
-                    last_event = now
-                    yield _written([{"type": "ping"}])
+                written = self._sent(found)
+                if written:
+                    yield written
 
     async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the whole message."""
         message: dict[str, Any] = {}
-        async with aclosing(self._events()) as events:
+        async with aclosing(self._events(is_stream=False)) as events:
             async for found in events:
                 for event in found:
                     if event["type"] == "message_start":
@@ -105,19 +104,37 @@ class _MessageRun:
                         message |= {**event["delta"], "content": self._output.content, "usage": event["usage"]}
         yield message
 
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none."""
+    def _sent(self, events: list[Event]) -> bytes:
+        """Return events as they are sent; a ping if there were none for long, or b""."""
+        now = time.monotonic()
+        if not events and now - self._last_event > PING_SECONDS:
+            events = [{"type": "ping"}]
+        if not events:
+            return b""
+        self._last_event = now
+        return "".join(named_event(event["type"], event) for event in events).encode()
+
+    async def _events(self, is_stream: bool) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none.
+
+        Events of a stream that were written directly are left out.
+        """
         with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
             job = await self._run.submit()
             parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
             self._output = MessageEvents(self._run.short_ids, self._omits_thinking)
+
+            def of(deltas: list[OutputDelta]) -> list[Event]:
+                parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]
+                if job.choices[0].finish_reason is not None:
+                    parts += parser.finish(job.choices[0].is_cut)
+                return self._output.add(joined(parts))
+
+            direct = direct_writer(self._request, lambda delta: self._sent(of([delta]))) if is_stream else None
             start: list[Event] | None = None
-            async with aclosing(self._service.run(job, reservation)) as arrivals:
+            async with aclosing(self._service.run(job, reservation, direct)) as arrivals:
                 async for deltas in arrivals:
-                    parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]
-                    if job.choices[0].finish_reason is not None:
-                        parts += parser.finish(job.choices[0].is_cut)
-                    found = self._output.add(joined(parts))
+                    found = of(deltas)
                     if start is None:
                         start = [self._start(job), {"type": "ping"}]
                         found = start + found

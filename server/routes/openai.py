@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from engine.errors import RequestError
 from engine.protocol.outputs import CompletionOutput
 from server.http.body_route import BodyRoute
+from server.http.direct import direct_writer
 from server.http.keys import check_priority
 from server.http.load_report import load_reported
 from server.http.openapi import REFUSALS, answered_by
@@ -104,7 +105,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service.check_capacity(len(prompts), "prompt")
     if body.stream:
         chunk_choices = CompletionChunkChoices(service.tokens, body, keys)
-        events = _stream(service, num_sequences, submit, head, body, chunk_choices, keys)
+        events = _stream(request, num_sequences, submit, head, body, chunk_choices, keys)
         return load_reported(request, EventStream(events), service.load)
 
     async def answer() -> AsyncGenerator[Any, None]:
@@ -145,7 +146,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     if body.stream:
         chunk_choices = ChatChunkChoices(outputs, keys, echoed)
-        events = _stream(service, run.params.n, submit, head, body, chunk_choices, keys)
+        events = _stream(request, run.params.n, submit, head, body, chunk_choices, keys)
         return load_reported(request, EventStream(events), service.load)
 
     async def answer() -> AsyncGenerator[Any, None]:
@@ -197,7 +198,7 @@ def chat_choice(
 
 
 async def _stream(
-    service: Service,
+    request: Request,
     num_sequences: int,
     submit: Callable[[], Any],
     head: Head,
@@ -205,6 +206,8 @@ async def _stream(
     chunk_choices: ChunkChoices,
     keys: NullKeys,
 ) -> AsyncGenerator[bytes, None]:
+    service: Service = request.app.state.service
+
     def usage() -> dict[str, Any]:
         return {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
 
@@ -220,7 +223,10 @@ async def _stream(
             once["prompt_token_ids"] = jobs[0].output.prompt_token_ids
         is_fixed = not (body.include_usage and body.continuous_usage)
         writer = ChunkWriter(chunk_choices, shared, is_fixed, once)
-        async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
+        direct = None  # several jobs have several readers, so that one may wait while the events of another are sent
+        if len(jobs) == 1:
+            direct = direct_writer(request, lambda delta: writer.of(jobs[0], 0, [delta]))
+        async with aclosing(merge([service.run(job, reservation, direct) for job in jobs])) as arrivals:
             async for number, deltas in arrivals:
                 job = jobs[number]
                 size = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)

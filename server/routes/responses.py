@@ -18,6 +18,7 @@ from engine.protocol.outputs import OutputDelta
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
+from server.http.direct import direct_writer
 from server.http.errors import WireError, body_of
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, log_if_severe, named_event
@@ -29,7 +30,7 @@ from server.schemas.openai_responses import SENT_NAMES, ResponsesBody
 from server.schemas.translation import translated_errors
 from server.serving.background_runs import BackgroundRuns
 from server.serving.response_store import ResponseStore, too_large
-from server.serving.service import Job, Service
+from server.serving.service import Job
 
 FLUSH_SECONDS = 0.1  # between writes of a background response's events to the store
 POLL_SECONDS = 0.05  # between reads of them
@@ -164,7 +165,7 @@ class _ResponseRun:
     def __init__(
         self, request: Request, body: ResponsesBody, previous: list[dict[str, Any]], store: ResponseStore | None
     ):
-        self._service: Service = request.app.state.service
+        self._request, self._service = request, request.app.state.service
         items = body.items()
         chat, self._places = body.chat(previous, items)
         self._items = [*previous, *items]
@@ -183,7 +184,7 @@ class _ResponseRun:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
-        async with aclosing(self.pieces()) as pieces:
+        async with aclosing(self.pieces(is_stream=True)) as pieces:
             async for events in pieces:
                 if events:
                     yield self._written(events)
@@ -221,9 +222,10 @@ class _ResponseRun:
             self._numbers += 1
         return found
 
-    async def pieces(self) -> AsyncGenerator[list[Event], None]:
+    async def pieces(self, is_stream: bool = False) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output; after the last, the response is complete.
 
+        Events of a stream to the client that were written directly are left out.
         The first piece of a background response comes once it is stored, before it runs. The caller stores the rest.
         """
         with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
@@ -236,8 +238,11 @@ class _ResponseRun:
                 if self._is_background:
                     yield await self._queue(stores)
                 parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
+                direct = None
+                if is_stream:
+                    direct = direct_writer(self._request, lambda delta: self._written(self._of_delta(parser, delta)))
                 has_begun = False
-                async with aclosing(self._service.run(job, reservation)) as arrivals:
+                async with aclosing(self._service.run(job, reservation, direct)) as arrivals:
                     async for deltas in arrivals:
                         found = [event for delta in deltas for event in self._of_delta(parser, delta)]
                         if not has_begun:

@@ -24,6 +24,7 @@ from engine.protocol.sampling_params import ALL_TOKENS
 from engine.text.parsing.tool_use import ToolUse
 from server.config import ServerConfig
 from server.http.connections import ACCEPTING
+from server.http.direct import DirectWriter
 from server.http.errors import WireError
 from server.http.json_text import encoded
 from server.http.sender import SENDER
@@ -444,9 +445,12 @@ class Service:
         limit = info.max_model_len - len(ids) if params.max_tokens is None else params.max_tokens
         return Job(public_id=public_id, output=output, params=params, max_tokens=limit, priority=priority)
 
-    async def run(self, job: Job, reservation: Reservation) -> AsyncGenerator[list[OutputDelta], None]:
+    async def run(
+        self, job: Job, reservation: Reservation, direct: DirectWriter | None = None
+    ) -> AsyncGenerator[list[OutputDelta], None]:
         """Run a job: yield its deltas as they arrive, after adding them to `job.output`.
 
+        With `direct`, plain deltas that arrive while the caller waits are written and not yielded, if that is possible.
         Closing the iterator aborts the engine request. Capacity is released as the engine ends the job's sequences.
         Raises EngineError if a sequence failed in the engine.
         """
@@ -457,6 +461,15 @@ class Service:
         engine_id = f"{job.public_id}:{next(self._numbers)}"
         first_index = reservation.started
         reservation.started += job.params.n
+
+        def written(delta: OutputDelta) -> bool:
+            if direct is None or not delta.is_plain or not direct.is_ready:
+                return False
+            job.output.add(delta)
+            watch.observe_deltas([delta])
+            direct.write(delta)
+            return True
+
         arrivals = self.client.stream(
             engine_id,
             prompt=None,
@@ -465,6 +478,7 @@ class Service:
             priority=job.priority,
             on_end=reservation.release,
             on_hidden_states=partial(self.outputs.add_hidden_states, reservation.logprobs),
+            on_delta=None if direct is None else written,
             first_index=first_index,
             sender=SENDER.get(),
         )
