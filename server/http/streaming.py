@@ -19,6 +19,7 @@ T = TypeVar("T")
 WriteEvent = Callable[[Any], str]  # `event` or `large_event`
 
 DONE = b"data: [DONE]\n\n"
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make one for each event
 PIECE_BYTES = 2**20  # of a body that are given to the connection at once
 
 
@@ -33,7 +34,7 @@ class ClientDisconnected(Exception):
 
 def event(payload: Any) -> str:
     """Return a server-sent event with `payload` as JSON."""
-    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {COMPACT.encode(payload)}\n\n"
 
 
 def _failed(exc: Exception) -> bytes:

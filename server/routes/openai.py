@@ -145,7 +145,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return [job]
 
     if body.stream:
-        chunk_choices = ChatChunkChoices(outputs, keys, echoed)
+        chunk_choices = ChatChunkChoices(outputs, keys, echoed, joins_end=service.config.compat == "vllm")
         events = _stream(request, run.params.n, submit, head, body, chunk_choices, keys)
         return load_reported(request, EventStream(events), service.load)
 
@@ -208,13 +208,13 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     service: Service = request.app.state.service
 
-    def usage() -> dict[str, Any]:
-        return {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+    def usage(unsent: int = 0) -> dict[str, Any]:
+        return {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details, unsent)}
 
-    def shared() -> Head:
+    def shared(unsent: int) -> Head:
         if not body.include_usage:
             return head
-        return {**head, "usage": usage() if body.continuous_usage else None}
+        return {**head, "usage": usage(unsent) if body.continuous_usage else None}
 
     with service.admission(num_sequences) as reservation:
         jobs: list[Job] = await submit()

@@ -18,11 +18,14 @@ from server.serving.tokenization import Tokenization
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
-def usage(jobs: Iterable[Job], with_details: bool = True) -> dict[str, Any]:
-    """Return the `usage` object of a request. Without details, `prompt_tokens_details` is null, as in vLLM."""
+def usage(jobs: Iterable[Job], with_details: bool = True, unsent: int = 0) -> dict[str, Any]:
+    """Return the `usage` object of a request. Without details, `prompt_tokens_details` is null, as in vLLM.
+
+    `unsent` generated tokens are not counted yet.
+    """
     jobs = list(jobs)
     prompt = sum(job.prompt_tokens for job in jobs)
-    completion = sum(len(choice.token_ids) for job in jobs for choice in job.choices)
+    completion = sum(len(choice.token_ids) for job in jobs for choice in job.choices) - unsent
     cached = sum(job.output.cached_tokens for job in jobs)
     return {
         "prompt_tokens": prompt,
@@ -169,14 +172,6 @@ def completion_choice(
     }
 
 
-def chat_chunk_choice(
-    number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, choice: CompletionOutput | None = None
-) -> dict[str, Any]:
-    """Return one entry of a chat chunk's choices. `choice` is None until the choice has ended."""
-    return {
-        "index": number,
-        "delta": delta,
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason if choice else None,
-        "stop_reason": choice.stop_reason if choice else None,
-    }
+def chat_chunk_choice(number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return one entry of a chat chunk's choices, while the choice has not ended."""
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}

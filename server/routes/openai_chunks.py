@@ -36,12 +36,12 @@ class ChunkChoices(Protocol):
 class ChunkWriter:
     """Write the chunks of one response.
 
-    `shared` returns the fields that each chunk starts with; `is_fixed` promises that they never change. The first chunk
-    has the fields `once` too.
+    `shared(unsent)` returns the fields that each chunk starts with, where `unsent` of the tokens so far come in later
+    chunks; `is_fixed` promises that they never change. The first chunk has the fields `once` too.
     """
 
     def __init__(
-        self, chunk_choices: ChunkChoices, shared: Callable[[], Head], is_fixed: bool, once: Head | None = None
+        self, chunk_choices: ChunkChoices, shared: Callable[[int], Head], is_fixed: bool, once: Head | None = None
     ):
         self._chunk_choices, self._shared, self._is_fixed = chunk_choices, shared, is_fixed
         self._once = once or {}
@@ -50,6 +50,7 @@ class ChunkWriter:
     def of(self, job: Job, first: int, deltas: Sequence[OutputDelta], write: WriteEvent = event) -> bytes:
         """Return the events for a job's deltas. Its choices are numbered from `first`. May be empty."""
         written: list[str] = []
+        unsent = 0 if self._is_fixed else sum(len(delta.token_ids) for delta in deltas)
         for delta in deltas:
             number = first + delta.index
             frame = self._frames.get(number)
@@ -57,8 +58,10 @@ class ChunkWriter:
                 if delta.text_delta:
                     written += (frame[0], encode_basestring(delta.text_delta), frame[1])
                 continue
+            unsent -= len(delta.token_ids)
             for choice in self._chunk_choices.of(job, number, delta):
-                written.append(write({**self._shared(), "choices": [choice], **self._once}))
+                still = len(delta.token_ids) if "role" in choice.get("delta", ()) else 0  # it begins the choice
+                written.append(write({**self._shared(unsent + still), "choices": [choice], **self._once}))
                 self._once = {}
             if frame is None and self._is_fixed:
                 self._add_frame(number)
@@ -67,7 +70,7 @@ class ChunkWriter:
     def _add_frame(self, number: int) -> None:
         entry = self._chunk_choices.text_only(number, PLACEHOLDER)
         if entry is not None:
-            before, _, after = event({**self._shared(), "choices": [entry]}).rpartition(encode_basestring(PLACEHOLDER))
+            before, _, after = event({**self._shared(0), "choices": [entry]}).rpartition(encode_basestring(PLACEHOLDER))
             self._frames[number] = before, after
 
 
@@ -121,11 +124,12 @@ class CompletionChunkChoices:
 class ChatChunkChoices:
     """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk.
 
-    `echoed` precedes the content.
+    `echoed` precedes the content. The finish reason comes in a chunk of its own, as OpenAI sends it; with `joins_end`
+    in that of the last delta, as vLLM does.
     """
 
-    def __init__(self, outputs: ChatOutputs, keys: NullKeys, echoed: str = ""):
-        self._outputs, self._keys, self._echoed = outputs, keys, echoed
+    def __init__(self, outputs: ChatOutputs, keys: NullKeys, echoed: str = "", joins_end: bool = False):
+        self._outputs, self._keys, self._echoed, self._joins_end = outputs, keys, echoed, joins_end
         self._streams: dict[int, OutputStream] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
@@ -146,18 +150,13 @@ class ChatChunkChoices:
             if place == 0 and return_ids:
                 entries[-1]["token_ids"] = delta.token_ids
         if delta.finish_reason is not None:
-            entry = self._entry(number, {}, None, job.choices[delta.index])
-            entries.append(entry | {"finish_reason": stream.finish_reason(delta.finish_reason)})
+            last = entries.pop() if self._joins_end and deltas else self._entry(number, {}, None)
+            end = {"finish_reason": stream.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
+            entries.append(last | end)
         return entries
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:
         return self._entry(number, {"content": text}, None) if self._outputs.is_plain else None
 
-    def _entry(
-        self,
-        number: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        choice: CompletionOutput | None = None,
-    ) -> dict[str, Any]:
-        return {**self._keys.chunk_choice, **answers.chat_chunk_choice(number, delta, logprobs, choice)}
+    def _entry(self, number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {**self._keys.chunk_choice, **answers.chat_chunk_choice(number, delta, logprobs)}

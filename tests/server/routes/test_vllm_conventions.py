@@ -87,6 +87,39 @@ def test_every_chunk_has_its_keys(vllm, route, body, model, in_choice, fields):
     assert sum(map(len, given)) == (4 if fields else 0)
 
 
+def test_the_finish_reason_of_a_chat_comes_with_its_last_text(vllm, server):
+    body = {"messages": MESSAGES, **GREEDY, "stream": True}
+    *chunks, last, usage = vllm.events(CHAT, body)
+    assert usage["choices"] == [] and not any(chunk["choices"][0]["finish_reason"] for chunk in chunks)
+    assert last["choices"][0]["finish_reason"] == "length" and last["choices"][0]["delta"]["content"]
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in [*chunks, last])
+    whole = server.answer(CHAT, {"messages": MESSAGES, **GREEDY})
+    assert text == whole["choices"][0]["message"]["content"]
+    assert server.events(CHAT, body)[-1]["choices"][0]["delta"] == {}
+
+
+def test_the_finish_reason_of_a_chat_without_text_comes_alone(vllm):
+    text = vllm.answer(CHAT, {"messages": MESSAGES, **GREEDY})["choices"][0]["message"]["content"]
+    first, last, _ = vllm.events(CHAT, {"messages": MESSAGES, **GREEDY, "stop": [text[0]], "stream": True})
+    assert first["choices"][0]["delta"]["role"] and first["choices"][0]["finish_reason"] is None
+    choice = last["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == text[0] and choice["delta"] == {}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_counts_the_tokens_that_were_sent(vllm, server, n):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, **GREEDY, "n": n, "stream": True, "stream_options": options}
+    for one in (vllm, server):
+        first, *chunks = one.events(CHAT, body)
+        assert first["choices"][0]["delta"]["role"] and first["usage"]["completion_tokens"] == 0
+        assert first["usage"]["total_tokens"] == first["usage"]["prompt_tokens"] > 0
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 4 * n
+        if n == 1:  # a token a chunk
+            assert counts[:4] == [1, 2, 3, 4]
+
+
 def test_keys_without_value_are_left_out_otherwise(server):
     answer = server.answer(CHAT, {"messages": MESSAGES, **GREEDY})
     assert answer.keys() == {"id", "object", "created", "model", "choices", "usage"}
