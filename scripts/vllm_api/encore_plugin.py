@@ -34,8 +34,8 @@ REFUSED = 2  # exit status of a server whose settings don't fit the model
 # Flags of vLLM that choose how a GPU computes, or what Encore does without being asked.
 WITHOUT_EFFECT = {
     "--dtype", "--enforce-eager", "--gpu-memory-utilization", "--seed", "--enable-auto-tool-choice", "--load-format",
-    "--enable-prompt-tokens-details", "--enable-chunked-prefill", "--no-async-scheduling", "--trust-remote-code",
-    "--max-logprobs", "--enable-tokenizer-info-endpoint", "--num-gpu-blocks-override", "--block-size",
+    "--enable-chunked-prefill", "--no-async-scheduling", "--trust-remote-code", "--enable-tokenizer-info-endpoint",
+    "--num-gpu-blocks-override", "--block-size",
 }  # fmt: skip
 # What sets API keys, which Encore reads from a variable only.
 KEYS_FLAG, KEYS_VARIABLE, ENCORE_KEYS = "--api-key", "VLLM_API_KEY", "ENCORE_API_KEYS"
@@ -211,16 +211,6 @@ def _tokenizer(*_: Any, **__: Any) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(os.environ["API_TEST_TOKENIZER"])
 
 
-class _ModelConfig:
-    """The part of vLLM's ModelConfig that asks for the model's vocabulary."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def get_vocab_size(self) -> int:
-        return len(_tokenizer())
-
-
 class _Hub:
     """A hub whose every repository is the tokenizer's folder."""
 
@@ -242,7 +232,9 @@ def put_stand_ins() -> None:
     import vllm.transformers_utils.repo_utils as repositories
 
     vllm.tokenizers.get_tokenizer = _tokenizer
-    vllm.config.ModelConfig = _ModelConfig  # type: ignore[misc,assignment]
+    # Other modules read the class's defaults. Tests ask its objects for the size of the vocabulary only.
+    vllm.config.ModelConfig.__init__ = lambda *_, **__: None  # type: ignore[method-assign]
+    vllm.config.ModelConfig.get_vocab_size = lambda *_: len(_tokenizer())  # type: ignore[method-assign]
     repositories.hf_api = _Hub
     transformers.AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.client.async_client import make_client
-from engine.client.output_queue import OutputQueue, merge_deltas
+from engine.client.output_queue import OutputQueue, deltas_until_end, merge_deltas
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import SamplingParams, TokenLogprob
 
@@ -78,3 +78,44 @@ async def test_a_slow_reader_gets_the_same_answer_in_fewer_deltas(config):
         assert slow_pieces < 100
     finally:
         await client.close()
+
+
+async def test_a_delta_is_offered_while_the_reader_waits_and_not_read_once_taken():
+    offered: list[OutputDelta] = []
+
+    def take(one: OutputDelta) -> bool:
+        offered.append(one)
+        return one.text_delta != "b"
+
+    queue = OutputQueue(on_delta=take)
+    queue.add(delta("before", 1))
+    assert [one.text_delta for one in await queue.take()] == ["before"] and not offered
+    reader = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    for number, text in enumerate("abc"):
+        assert queue.add(delta(text, number))
+    assert [one.text_delta for one in await reader] == ["b", "c"]  # "c" comes after "b", which was not taken
+    assert [one.text_delta for one in offered] == ["a", "b"]
+
+
+async def test_what_a_taker_raises_reaches_the_reader():
+    def fail(_: OutputDelta) -> bool:
+        raise ValueError("no")
+
+    queue = OutputQueue(on_delta=fail)
+    reader = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    assert queue.add(delta("a", 1))
+    deltas, error = deltas_until_end(await reader, {"a"})
+    assert not deltas and isinstance(error, ValueError)
+
+
+async def test_nothing_is_offered_once_the_reader_was_cancelled():
+    offered: list[OutputDelta] = []
+    queue = OutputQueue(on_delta=lambda one: not offered.append(one))
+    reader = asyncio.create_task(queue.take())
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.sleep(0)
+    queue.add(delta("a", 1))
+    assert not offered
