@@ -5,7 +5,8 @@ every model name with the tokenizer of the served model. The environment has:
 
     API_TEST_PYTHON, API_TEST_SOURCE: Encore's interpreter and its repository
     API_TEST_MODEL, API_TEST_TOKENIZER: what is served, and a folder with its tokenizer
-    API_TEST_MAX_LEN: its longest context in tokens
+    API_TEST_MAX_LEN: its longest context in tokens; a small model often writes until it is full
+    API_TEST_SECONDS: the limit for one test
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class RemoteOpenAIServer:
         environment = encore_environment()
         if keys := (env_dict or {}).get(KEYS_VARIABLE):
             environment[ENCORE_KEYS] = keys
-        names, flags = [model], []
+        names, flags, most_tokens = [model], [], int(os.environ["API_TEST_MAX_LEN"])
         known = known_flags()
         for flag, values in parsed(vllm_serve_args):
             if flag == "--served-model-name":
@@ -94,7 +95,7 @@ class RemoteOpenAIServer:
             elif flag == "--port":
                 self.port = int(values[0])
             elif flag == "--max-model-len":
-                flags += [flag, str(min(int(values[0]), int(os.environ["API_TEST_MAX_LEN"])))]
+                most_tokens = min(int(values[0]), most_tokens)
             elif flag in known and flag not in WITHOUT_EFFECT:
                 flags += [flag, *([",".join(values)] if values else [])]
             elif flag not in WITHOUT_EFFECT:
@@ -102,7 +103,7 @@ class RemoteOpenAIServer:
         command = [
             os.environ["API_TEST_PYTHON"], "-m", "server.cli", "serve", "--model", os.environ["API_TEST_MODEL"],
             "--served-model-name", ",".join(names), "--port", str(self.port), "--compat", "vllm",
-            "--warmup", "lazy", "--graph-manifest", "none", *flags,
+            "--warmup", "lazy", "--graph-manifest", "none", "--max-model-len", str(most_tokens), *flags,
         ]  # fmt: skip
         self._log = tempfile.TemporaryFile("w+")
         self.proc = subprocess.Popen(command, stderr=self._log, env=environment)
@@ -246,6 +247,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register vLLM's markers."""
     for marker in ("slow_test", "skip_global_cleanup", "core_model", "cpu_model", "cpu_test", "optional"):
         config.addinivalue_line("markers", marker)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes too long, so that the outcomes of the others are known."""
+    seconds = float(os.environ["API_TEST_SECONDS"])
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"not done after {seconds:g} s", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -135,7 +135,7 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
         "PYTHONPATH": f"{HERE}{os.pathsep}{options.vllm}", "API_TEST_VLLM": str(options.vllm), "HF_HUB_OFFLINE": "1",
         "API_TEST_PYTHON": sys.executable, "API_TEST_SOURCE": str(REPOSITORY), "API_TEST_MODEL": str(model),
         "API_TEST_TOKENIZER": str(folder), "API_TEST_MAX_LEN": str(options.max_model_len),
-        "TOKENIZERS_PARALLELISM": "false", "VLLM_TARGET_DEVICE": "cpu",
+        "API_TEST_SECONDS": str(options.test_seconds), "TOKENIZERS_PARALLELISM": "false", "VLLM_TARGET_DEVICE": "cpu",
     }  # fmt: skip
 
 
@@ -151,8 +151,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--select", action="append", nargs="+", default=[])
     parser.add_argument("--model")
-    parser.add_argument("--max-model-len", type=int, default=8192, help="the model's longest context")
-    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--max-model-len", type=int, default=2048, help="the model's longest context")
+    parser.add_argument("--seconds", type=float, default=3600, help="the limit for one file")
+    parser.add_argument("--test-seconds", type=float, default=300, help="the limit for one test")
     parser.add_argument("--json", type=Path, help="write every outcome there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running file's servers are ended too

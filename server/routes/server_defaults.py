@@ -15,3 +15,5 @@ def apply_defaults(body: OpenAISampling, config: ServerConfig) -> None:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if config.compat == "vllm":
         adopt_guided_fields(body)
+        if body.stream_options is not None and not body.stream_options.include_usage:
+            body.stream_options.continuous_usage_stats = False  # has no effect then, as in vLLM

@@ -120,6 +120,14 @@ def test_usage_counts_the_tokens_that_were_sent(vllm, server, n):
             assert counts[:4] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})])
+def test_continuous_usage_without_usage_has_no_effect(start_server, server, route, body):
+    body |= {**GREEDY, "stream": True, "stream_options": {"include_usage": False, "continuous_usage_stats": True}}
+    assert not any("usage" in event for event in start_server(compat="vllm").events(route, body))
+    refused = server.post(route, body)
+    assert refused.status_code == 400 and "include_usage" in refused.json()["error"]["message"]
+
+
 def test_keys_without_value_are_left_out_otherwise(server):
     answer = server.answer(CHAT, {"messages": MESSAGES, **GREEDY})
     assert answer.keys() == {"id", "object", "created", "model", "choices", "usage"}
