@@ -49,7 +49,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
             f"{param} is not available: this server stores no responses (--response-store-entries 0)", param=param
         )
     if body.background and body.store is False:
-        raise RequestError("background=true requires that the response is stored: remove store", param="background")
+        raise RequestError("background can only be used when `store` is true: remove store", param="background")
     previous: list[dict[str, Any]] = []
     if store is not None and body.previous_response_id is not None:
         found = await store.conversation(body.previous_response_id, request.state.owner)
@@ -136,8 +136,8 @@ async def cancel(response_id: str, request: Request) -> Response:
         raise _not_found(response_id)
     if not json.loads(found)["background"]:
         raise RequestError(
-            f"{response_id[:80]} can't be cancelled: only background responses can; close the connection of another "
-            "request instead",
+            "Cannot cancel a synchronous response. Only background responses can be cancelled; close the connection of "
+            "another request instead",
             param="response_id",
         )
     request.app.state.background_runs.cancel(response_id)
@@ -429,7 +429,8 @@ def _store(request: Request, response_id: str) -> ResponseStore:
 
 
 def _unknown(response_id: str) -> str:
-    return f"there is no stored response {response_id[:80]!r}; it may have expired, or made room for newer ones"
+    # OpenAI's words come first, here and where else a client may look for them.
+    return f"Response with id {response_id[:80]!r} not found. It may have expired, or made room for newer ones"
 
 
 def _not_found(response_id: str) -> WireError:

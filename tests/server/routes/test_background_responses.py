@@ -128,7 +128,7 @@ def test_an_ended_response_is_not_cancelled(client):
     done = ended(client, client.responses.create(**GREEDY, background=True).id)
     assert client.responses.cancel(done.id) == done
     other = client.responses.create(**GREEDY)
-    with pytest.raises(openai.BadRequestError, match="only background responses can"):
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(other.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.cancel("resp_unknown")

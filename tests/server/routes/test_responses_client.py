@@ -275,7 +275,7 @@ def test_a_stored_response_belongs_to_its_key(guarded, client):
         ({"reasoning": {"mode": "pro"}}, openai.BadRequestError, "reasoning", "reasoning.mode"),
         ({"include": ["everything"]}, openai.BadRequestError, "include", "everything"),
         ({"truncation": "auto"}, openai.BadRequestError, "truncation", "not supported"),
-        ({"previous_response_id": "resp_x"}, openai.BadRequestError, "previous_response_id", "no stored response"),
+        ({"previous_response_id": "resp_x"}, openai.BadRequestError, "previous_response_id", "not found"),
         ({"extra_body": {"min_p": "much"}}, openai.BadRequestError, "min_p", "min_p"),
     ],
 )  # fmt: skip
