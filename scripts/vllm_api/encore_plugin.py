@@ -5,7 +5,7 @@ every model name with the tokenizer of the served model. The environment has:
 
     API_TEST_PYTHON, API_TEST_SOURCE: Encore's interpreter and its repository
     API_TEST_MODEL, API_TEST_TOKENIZER: what is served, and a folder with its tokenizer
-    API_TEST_MAX_LEN: its longest context in tokens; a small model often writes until it is full
+    API_TEST_MAX_LEN: its longest context in tokens
     API_TEST_SECONDS: the limit for one test
 """
 
@@ -31,6 +31,7 @@ import pytest
 import requests
 
 START_SECONDS = 300.0
+USUAL_LEN = 2048  # context of a server whose test asks for none: a small model often writes until it is full
 REFUSED = 2  # exit status of a server whose settings don't fit the model
 # Flags of vLLM that choose how a GPU computes, or what Encore does without being asked.
 WITHOUT_EFFECT = {
@@ -86,6 +87,7 @@ class RemoteOpenAIServer:
         if keys := (env_dict or {}).get(KEYS_VARIABLE):
             environment[ENCORE_KEYS] = keys
         names, flags, most_tokens = [model], [], int(os.environ["API_TEST_MAX_LEN"])
+        length = min(USUAL_LEN, most_tokens)
         known = known_flags()
         for flag, values in parsed(vllm_serve_args):
             if flag == "--served-model-name":
@@ -95,7 +97,7 @@ class RemoteOpenAIServer:
             elif flag == "--port":
                 self.port = int(values[0])
             elif flag == "--max-model-len":
-                most_tokens = min(int(values[0]), most_tokens)
+                length = min(int(values[0]), most_tokens)
             elif flag in known and flag not in WITHOUT_EFFECT:
                 flags += [flag, *([",".join(values)] if values else [])]
             elif flag not in WITHOUT_EFFECT:
@@ -103,7 +105,7 @@ class RemoteOpenAIServer:
         command = [
             os.environ["API_TEST_PYTHON"], "-m", "server.cli", "serve", "--model", os.environ["API_TEST_MODEL"],
             "--served-model-name", ",".join(names), "--port", str(self.port), "--compat", "vllm",
-            "--warmup", "lazy", "--graph-manifest", "none", "--max-model-len", str(most_tokens), *flags,
+            "--warmup", "lazy", "--graph-manifest", "none", "--max-model-len", str(length), *flags,
         ]  # fmt: skip
         self._log = tempfile.TemporaryFile("w+")
         self.proc = subprocess.Popen(command, stderr=self._log, env=environment)

@@ -151,7 +151,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--select", action="append", nargs="+", default=[])
     parser.add_argument("--model")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="the model's longest context")
+    parser.add_argument("--max-model-len", type=int, default=8192, help="the model's longest context")
     parser.add_argument("--seconds", type=float, default=3600, help="the limit for one file")
     parser.add_argument("--test-seconds", type=float, default=300, help="the limit for one test")
     parser.add_argument("--json", type=Path, help="write every outcome there")

@@ -62,7 +62,8 @@ class ResponseEvents:
             )
         part = self.output[-1]["content"][0]
         part["text"] += text
-        part["logprobs"] = [*part["logprobs"], *self._logprobs]
+        if self._logprobs:
+            part["logprobs"] = [*part["logprobs"], *self._logprobs]
         return [*events, self._of_part("output_text.delta", delta=text, logprobs=self._logprobs)]
 
     def _reasoning(self, text: str) -> list[Event]:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
+from json.encoder import encode_basestring
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -34,6 +35,8 @@ from server.serving.service import Job
 
 FLUSH_SECONDS = 0.1  # between writes of a background response's events to the store
 POLL_SECONDS = 0.05  # between reads of them
+TEXT_DELTAS = ("response.output_text.delta", "response.reasoning_text.delta")
+PLACEHOLDER = "\ue000the text\ue001"  # replaced by the text of each delta
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
 
@@ -180,6 +183,7 @@ class _ResponseRun:
         self._spelling = answers.Spelling(self._service.tokens) if body.wants_logprobs else None
         self._events = ResponseEvents()
         self._numbers = 0
+        self._frame = ("", "", "")  # the item of the last text delta, and the JSON before and after its text
         self._reasoning_tokens = 0
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -217,10 +221,20 @@ class _ResponseRun:
         """Return events as they are sent, with their numbers."""
         found = []
         for event in events:
-            text = named_event(event["type"], event | {"sequence_number": self._numbers})
-            found.append((self._numbers, text.encode()))
+            found.append((self._numbers, self._text(event).encode()))
             self._numbers += 1
         return found
+
+    def _text(self, event: Event) -> str:
+        """Return an event with its number. Text deltas of one item differ in text and number only: the rest is kept."""
+        if event["type"] not in TEXT_DELTAS or event.get("logprobs"):
+            return named_event(event["type"], event | {"sequence_number": self._numbers})
+        if event["item_id"] != self._frame[0]:
+            framed = named_event(event["type"], event | {"delta": PLACEHOLDER, "sequence_number": 0})
+            before, _, after = framed.partition(encode_basestring(PLACEHOLDER))
+            self._frame = event["item_id"], before, after.removesuffix("0}\n\n")
+        _, before, after = self._frame
+        return f"{before}{encode_basestring(event['delta'])}{after}{self._numbers}}}\n\n"
 
     async def pieces(self, is_stream: bool = False) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output; after the last, the response is complete.
