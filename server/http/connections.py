@@ -153,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
         check_head(self.parser.get_http_version(), self.url, self.headers)
         earlier = self.cycle
         super().on_headers_complete()  # fails for an invalid URL
-        self.cycle.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}
+        self.cycle.scope["extensions"] = {EXTENSION: {"body": DirectBody(self.cycle)}}
         self._earlier, self._in_header, self._framing_bytes = earlier, False, 0
 
     def on_body(self, body: bytes) -> None:

@@ -61,5 +61,5 @@ class DirectWriter:
 
 def direct_writer(request: Request, events_of: Callable[[OutputDelta], bytes]) -> DirectWriter | None:
     """Return a writer to the response of a request; None if its server has no direct way to it."""
-    body = request.scope.get("extensions", {}).get(EXTENSION)
+    body = request.scope.get("extensions", {}).get(EXTENSION, {}).get("body")
     return None if body is None else DirectWriter(body, events_of)
