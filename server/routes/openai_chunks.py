@@ -159,4 +159,6 @@ class ChatChunkChoices:
         return self._entry(number, {"content": text}, None) if self._outputs.is_plain else None
 
     def _entry(self, number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return {**self._keys.chunk_choice, **answers.chat_chunk_choice(number, delta, logprobs)}
+        # A client that asks for token ids collects them from the chunks that have them: no null then, as in vLLM.
+        keys = {} if self._outputs.return_ids else self._keys.chunk_choice
+        return {**keys, **answers.chat_chunk_choice(number, delta, logprobs)}
