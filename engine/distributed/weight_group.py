@@ -1,0 +1,176 @@
+"""A process group over which a trainer in other processes sends weights to an engine.
+
+The trainer is rank 0 and the engine another rank. The group is made as SGLang, slime and OpenRLHF make theirs (a TCP
+store at the trainer's address, the group's name as a prefix), so that their trainers can join it. Tensors are sent one
+by one, or packed: several in one buffer of bytes, which saves collectives.
+
+A trainer uses `WeightGroup.join(..., rank=0)` and `send`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.errors import RequestError, WeightUpdateError
+
+TIMEOUT_SECONDS = 300.0
+PACKED_BYTES = 1 << 28
+BACKENDS = ("gloo", "nccl")
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8,
+                  torch.int8, torch.int32, torch.int64)
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor that is sent."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def tensor_specs(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorSpec]:
+    """Return the specs of parallel lists, as trainers send them. Raises RequestError that names the wrong entry."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(
+            f"found {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes: give one of each for a "
+            "tensor",
+            param="names",
+        )
+    specs = []
+    for index, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
+        found = DTYPES.get(dtype.removeprefix("torch."))
+        if found is None:
+            raise RequestError(
+                f"dtype_names[{index}]={dtype[:80]!r} is not supported: use one of {', '.join(DTYPES)}",
+                param="dtype_names",
+            )
+        if any(size < 0 for size in shape):
+            raise RequestError(f"shapes[{index}]={list(shape)} has a negative size", param="shapes")
+        specs.append(TensorSpec(name, found, tuple(shape)))
+    return specs
+
+
+class WeightGroup:
+    """One group. Calls block until the other side makes the matching call, at most for the timeout.
+
+    Not thread-safe. After an error the group can't be used: `close` it and join another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group, self._device = group, device
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        name: str = "weights",
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> WeightGroup:
+        """Join the group `name` at the trainer's address; blocks until all `world_size` processes have joined.
+
+        `device` is where received tensors are stored, and those to send are. Raises WeightUpdateError if the others
+        don't join within `timeout` seconds, which is the limit of each transfer, too.
+        """
+        if backend not in BACKENDS:
+            raise RequestError(f"backend={backend!r} is unknown: use one of {', '.join(BACKENDS)}", param="backend")
+        device = torch.device(device)
+        fitting = "nccl" if device.type == "cuda" else "gloo"
+        if backend != fitting:
+            raise RequestError(
+                f"backend={backend!r} can't send tensors on {device.type}: use {fitting}", param="backend"
+            )
+        limit = timedelta(seconds=timeout)
+        try:
+            store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
+            store = dist.PrefixStore(name, store)
+            group, _ = dist.distributed_c10d._new_process_group_helper(  # noqa: SLF001 (a group beside the default one)
+                world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=limit
+            )
+            dist.distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
+            ready = torch.ones(1, device=device)
+            group.allreduce([ready]).wait()  # connects the processes, so that a missing one is noticed here
+        except (RuntimeError, ValueError) as error:
+            raise WeightUpdateError(
+                f"the weight group {name!r} at {address}:{port} was not joined by {world_size} processes within "
+                f"{timeout:.0f} s: {error}"
+            ) from error
+        return cls(group, device)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = False, nbytes: int = PACKED_BYTES) -> None:
+        """Send (name, tensor) pairs from rank 0, in the order of the specs that the receiver was told."""
+        pairs = list(tensors)
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+        if not packed:
+            for _, tensor in pairs:
+                self._broadcast(tensor.detach().to(self._device).contiguous())
+            return
+        for chunk in chunks(specs, nbytes):
+            parts = [tensor.detach().to(self._device).contiguous().reshape(-1) for _, tensor in pairs[: len(chunk)]]
+            del pairs[: len(chunk)]
+            self._broadcast(torch.cat([part.view(torch.uint8) for part in parts]))
+
+    def receive(
+        self, specs: Sequence[TensorSpec], *, packed: bool = False, nbytes: int = PACKED_BYTES
+    ) -> list[tuple[str, Tensor]]:
+        """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive."""
+        received: list[tuple[str, Tensor]] = []
+        for chunk in chunks(specs, nbytes) if packed else ([spec] for spec in specs):
+            buffer = torch.empty(sum(spec.nbytes for spec in chunk), dtype=torch.uint8, device=self._device)
+            whole = [buffer] if packed else [buffer.view(spec.dtype).view(spec.shape) for spec in chunk]
+            self._broadcast(whole[0])
+            start = 0
+            for spec in chunk:
+                part = buffer[start : start + spec.nbytes]
+                if part.storage_offset() % spec.dtype.itemsize:
+                    part = part.clone()  # views must be aligned
+                received.append((spec.name, part.view(spec.dtype).view(spec.shape)))
+                start += spec.nbytes
+        return received
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        try:
+            self._group.broadcast(tensor, 0).wait()
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+        except RuntimeError as error:
+            raise WeightUpdateError(f"a transfer over the weight group failed: {error}") from error
+
+    def set_timeout(self, seconds: float) -> None:
+        """Limit each later transfer."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)  # noqa: SLF001
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
+
+
+def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:
+    """Divide specs into the chunks that are packed together: each ends with the tensor that brings it to `nbytes`."""
+    chunk: list[TensorSpec] = []
+    for spec in specs:
+        chunk.append(spec)
+        if sum(one.nbytes for one in chunk) >= nbytes:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

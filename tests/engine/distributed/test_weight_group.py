@@ -1,0 +1,106 @@
+"""Weights sent from a trainer's process over a process group: what arrives, and what happens if nothing does."""
+
+import multiprocessing
+import socket
+import time
+
+import pytest
+import torch
+
+from engine.distributed.weight_group import TensorSpec, WeightGroup, chunks, tensor_specs
+from engine.errors import RequestError, WeightUpdateError
+
+CHUNK = 100  # bytes: most chunks hold two tensors
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float16)
+    return [
+        (f"t{index}", (9 * torch.rand(3 + index, 5, generator=generator)).to(dtypes[index % 4])) for index in range(9)
+    ] + [("scalar", torch.tensor(0.5)), ("empty", torch.empty(0, 4))]
+
+
+def train(port: int, count: int) -> None:
+    """A trainer that sends its weights once as they are and once packed, then goes; or joins and sends nothing."""
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, timeout=60)
+    if count:
+        group.send(weights())
+        group.send(weights(), packed=True, nbytes=CHUNK)
+    else:
+        time.sleep(6)
+    group.close()
+
+
+@pytest.fixture
+def trainer():
+    """Start a trainer and return the group that it is in."""
+    started = []
+
+    def start(count: int, timeout: float) -> WeightGroup:
+        port = free_port()
+        process = multiprocessing.get_context("spawn").Process(target=train, args=(port, count))
+        process.start()
+        started.append(process)
+        return WeightGroup.join("127.0.0.1", port, rank=1, world_size=2, timeout=timeout)
+
+    yield start
+    for process in started:
+        process.join(30)
+        process.kill()
+
+
+def test_tensors_arrive_bit_for_bit_one_by_one_and_packed(trainer):
+    group, sent = trainer(1, 60), weights()
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent]
+    for options in ({}, {"packed": True, "nbytes": CHUNK}):
+        received = group.receive(specs, **options)
+        assert [name for name, _ in received] == [name for name, _ in sent]
+        for (_, tensor), (_, expected) in zip(received, sent, strict=True):
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+    group.close()
+
+
+def test_a_trainer_that_joins_and_never_sends_is_an_error_after_the_timeout(trainer):
+    group = trainer(0, 20)
+    group.set_timeout(1.5)
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateError, match="a transfer over the weight group failed"):
+        group.receive([TensorSpec("a", torch.float32, (4,))])
+    assert time.monotonic() - began < 5
+    group.close()
+
+
+def test_a_trainer_that_never_joins_is_an_error_after_the_timeout():
+    with pytest.raises(WeightUpdateError, match=r"'late' at 127.0.0.1:\d+ was not joined by 2 processes within 1 s"):
+        WeightGroup.join("127.0.0.1", free_port(), rank=1, world_size=2, timeout=1, name="late")
+
+
+def test_chunks_end_with_the_tensor_that_fills_them():
+    specs = [TensorSpec(str(size), torch.float32, (size,)) for size in (10, 20, 1, 1, 30, 2)]
+    names = [[spec.name for spec in chunk] for chunk in chunks(specs, 100)]
+    assert names == [["10", "20"], ["1", "1", "30"], ["2"]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ((["a"], [], [[1]]), "found 1 names, 0 dtype_names and 1 shapes"),
+        ((["a", "b"], ["float32", "complex64"], [[1], [1]]), r"dtype_names\[1\]='complex64' is not supported"),
+        ((["a"], ["torch.bfloat16"], [[2, -1]]), r"shapes\[0\]=\[2, -1\] has a negative size"),
+    ],
+)
+def test_wrong_specs_are_refused_by_entry(lists, message):
+    with pytest.raises(RequestError, match=message):
+        tensor_specs(*lists)
+
+
+def test_a_backend_that_does_not_fit_the_device_is_refused():
+    with pytest.raises(RequestError, match="backend='nccl' can't send tensors on cpu: use gloo"):
+        WeightGroup.join("127.0.0.1", 1, rank=1, world_size=2, backend="nccl")
