@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,11 +103,7 @@ class WeightGroup:
         limit = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
-            store = dist.PrefixStore(name, store)
-            group, _ = dist.distributed_c10d._new_process_group_helper(  # noqa: SLF001 (a group beside the default one)
-                world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=limit
-            )
-            dist.distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
+            group = _new_group(dist.PrefixStore(name, store), rank, world_size, name, backend, limit)
             ready = torch.ones(1, device=device)
             group.allreduce([ready]).wait()  # connects the processes, so that a missing one is noticed here
         except (RuntimeError, ValueError) as error:
@@ -162,6 +159,18 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group(self._group)
+
+
+def _new_group(
+    store: dist.Store, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a group beside the default one, for which PyTorch has only this private function."""
+    c10d: Any = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
+    return group
 
 
 def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:
