@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +13,36 @@ from engine.executor.interface import Executor
 from graph_cache.interrupts import CaptureInterrupted
 from graph_cache.keys import GraphKey
 
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 5.0
 ASKED = "asked"  # invalidation reason of graphs that an operator dropped
 CPU_CAPTURE_SHARE, GPU_CAPTURE_SHARE = 0.08, 0.5  # of the time, while requests are live
+
+
+class CaptureLog:
+    """Logs how far the captures between steps are: at the first, every LOG_SECONDS, and after the last."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # None: no capture since nothing was missing
+        self._next = 0.0
+        self._num_captured = 0
+
+    def captured(self, missing: int, *, is_last: bool) -> None:
+        """Note that a graph was captured and how many are missing; `is_last`: none was left to capture."""
+        now = time.monotonic()
+        if is_last:
+            if self._began is not None:
+                logger.info("captured %d graphs in %.1f s; none is missing", self._num_captured, now - self._began)
+            self._began, self._num_captured = None, 0
+            return
+        self._num_captured += 1
+        if self._began is None:
+            self._began, self._next = now, now + LOG_SECONDS
+            logger.info("capturing %d graphs between requests; until then their steps run eager", 1 + missing)
+        elif now >= self._next:
+            self._next = now + LOG_SECONDS
+            logger.info("captured %d of %d graphs", self._num_captured, self._num_captured + missing)
 
 
 class Captures:
@@ -22,6 +51,7 @@ class Captures:
     def __init__(self, executor: Executor, config: ResolvedConfig, steps: Steps):
         self._executor, self._config, self._steps = executor, config, steps
         self._cache = executor.graphs
+        self._log = CaptureLog()
         self._is_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self._next_capture = 0.0
 
@@ -70,6 +100,8 @@ class Captures:
                 captured = self.capture_next()
         except CaptureInterrupted:
             return False
+        missing = len(self._cache.pending())
+        self._log.captured(missing, is_last=not captured)
         if not captured:
             self._is_requested = False
             return False

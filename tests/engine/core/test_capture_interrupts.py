@@ -112,3 +112,16 @@ def test_interrupts_are_off_outside_of_the_block():
     with pytest.raises(CaptureInterrupted), interrupts.allow(lambda: True):
         interrupts.check()
     interrupts.check()
+
+
+def test_the_log_says_how_far_the_captures_are(make_engine, caplog, monkeypatch):
+    monkeypatch.setattr("engine.core.captures.LOG_SECONDS", 0.0)
+    with make_engine(warmup="background") as engine, caplog.at_level("INFO", logger="engine.core.captures"):
+        total = len(engine.loop.executor.graphs.pending())
+        while engine.loop.capture_between_steps():
+            pass
+        engine.loop.capture_between_steps()  # nothing is missing, and the log has said so
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == f"capturing {total} graphs between requests; until then their steps run eager"
+    assert lines[1:-1] == [f"captured {index} of {total} graphs" for index in range(2, total + 1)]
+    assert lines[-1].startswith(f"captured {total} graphs in ") and lines[-1].endswith("; none is missing")
