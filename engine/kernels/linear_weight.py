@@ -20,7 +20,8 @@ PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 class LinearWeight(NamedTuple):
     """The weight W [outputs, inputs] of a linear layer, as stored.
 
-    - `format`: one of PLAIN_FORMATS' values, or "int4" (engine/layers/int4.py).
+    - `format`: one of PLAIN_FORMATS' values, "int4" on a CPU (engine/layers/int4.py), or the element of a quantised
+      format (engine/layers/formats/elements.py).
     - `weight`: W itself in a plain format; the packed codes in a quantised one.
     - `scale`: scales in the layout of a quantised format; None in a plain one.
     """

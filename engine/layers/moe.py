@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
+from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.layers.weight_slot import Slot, WeightSlot
 
@@ -75,6 +75,10 @@ class ExpertWeights(nn.Module):
         """The weights [E, outputs, inputs] as kernels read them."""
         return self.method.linear_weight(self)
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [E, outputs, inputs] in `dtype`; those of a quantised format are dequantised anew."""
+        return self.method.dense(self, dtype)
+
     def slots(self, prefix: str, expert: int, start: int, rows: int) -> dict[str, Slot]:
         """Map the names of some rows of an expert's matrix to their storage."""
         return {
@@ -110,14 +114,12 @@ class Experts(nn.Module):
 
         weights float32 [T, k], experts int64 [T, k]. A row whose experts are all NO_EXPERT gets 0.
         """
-        gate_up, down = self.gate_up.linear_weight, self.down.linear_weight
-        for name, weight in (("gate_up", gate_up), ("down", down)):
-            weight.require(PLAIN_FORMATS.values(), f"{name} of the experts")
+        gate_up, down = self.gate_up.dense(x.dtype), self.down.dense(x.dtype)
         if x.is_cuda:
             from engine.kernels.moe import run_experts  # triton is installed only with CUDA
 
-            return run_experts(x, weights, experts, gate_up.weight, down.weight)
-        return run_experts_grouped(x, weights, experts, gate_up.weight, down.weight)
+            return run_experts(x, weights, experts, gate_up, down)
+        return run_experts_grouped(x, weights, experts, gate_up, down)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the Hugging Face names of each expert's three matrices to their parts of the stacked storage."""

@@ -17,7 +17,7 @@ from engine.errors import ModelError
 from engine.layers.float32_linear import linear_float32
 from engine.layers.linear import Embedding, Linear
 from engine.layers.weight_method import PLAIN, WeightMethod
-from engine.layers.weight_slot import PartSlot, Slot, SplitSlot, WeightSlot
+from engine.layers.weight_slot import MatrixSlot, PartSlot, Slot, SplitSlot, WeightSlot
 
 
 class ColumnParallelLinear(Linear):
@@ -177,6 +177,8 @@ def split_slot(slot: Slot, dim: int | None, parallel: TensorParallel) -> Slot:
     """
     if parallel.size == 1 or dim is None:
         return slot
+    if isinstance(slot, MatrixSlot):
+        return slot.split(dim, parallel.rank, parallel.size)
     shape = list(slot.shape)
     start = parallel.rank * shape[dim]
     shape[dim] *= parallel.size

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
 from engine.layers.weight_slot import Slot, WeightSlot
 
@@ -43,6 +44,10 @@ class WeightMethod(ABC):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + bias of x [T, inputs], in x's dtype."""
 
+    def dense(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """Return W in `dtype` for a step's own kernels: the stored tensor if it is plain, else a new one."""
+        raise ModelError(f"weights of format {self.linear_weight(layer).format!r} can't be read as plain tensors")
+
     @abstractmethod
     def linear_weight(self, layer: Any) -> LinearWeight:
         """Return the weight as kernels read it."""
@@ -63,6 +68,9 @@ class PlainWeight(WeightMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, layer.weight, bias)
+
+    def dense(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        return layer.weight
 
     def linear_weight(self, layer: Any) -> LinearWeight:
         return LinearWeight.plain(layer.weight)

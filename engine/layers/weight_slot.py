@@ -6,7 +6,7 @@ Layers create the slots; loader/weights.py writes to them.
 from __future__ import annotations
 
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ class Slot(Protocol):
     def part_of(self, tensor: Tensor) -> Tensor: ...
 
     def read(self) -> Tensor: ...
+
+
+@runtime_checkable
+class MatrixSlot(Slot, Protocol):
+    """The slot of a tensor that describes a matrix [outputs, inputs], in a format that splits it by itself."""
+
+    def split(self, dim: int, rank: int, size: int) -> Slot:
+        """Return the slot of a rank of `size` that split the matrix along its outputs (0) or inputs (1)."""
 
 
 class WeightSlot:

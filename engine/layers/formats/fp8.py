@@ -1,0 +1,61 @@
+"""fp8 checkpoints: float8_e4m3fn weights with float scales per block, row, or matrix.
+
+- "fp8-block" (`quant_method: fp8` with `weight_block_size`): `weight_scale_inv` [row blocks, column blocks].
+- "fp8" (`quant_method: fp8`): `weight_scale`, one number; `input_scale`, for static activation scales.
+- "modelopt" (`quant_method: modelopt`): as "fp8", or with a scale per row, or per block with shape [rb, 1, cb, 1].
+
+In each, W = weight * scale, whatever the scale is called.
+"""
+
+from __future__ import annotations
+
+from engine.layers.formats.elements import FP8
+from engine.layers.formats.region import CheckpointTensor, Region
+from engine.layers.formats.scaled_weight import ScaledWeight, not_finite, scale_tensor, unused
+
+
+def fp8_codes(method: ScaledWeight, region: Region) -> CheckpointTensor:
+    """Return the tensor of the codes [outputs, inputs]."""
+    shape = (region.outputs, region.inputs)
+    return CheckpointTensor(
+        (shape,), (FP8,), lambda codes: method.store_codes(region, codes), lambda: method.load_codes(region), not_finite
+    )
+
+
+def scale_shapes(method: ScaledWeight, region: Region) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that checkpoints give the scales [row blocks, column blocks]: that one, and shorter ones."""
+    rows, columns = method.grid(region)
+    shapes: list[tuple[int, ...]] = [(rows, columns)]
+    if method.scheme.block == (None, None):
+        shapes = [(1,), (), (1, 1)]
+    elif method.scheme.block[1] is None:
+        shapes.append((rows,))
+    return tuple(shapes)
+
+
+class Fp8Weight(ScaledWeight):
+    """`weight` and `weight_scale`."""
+
+    scale_name = "weight_scale"
+
+    def checkpoint_tensors(self, region: Region) -> dict[str, CheckpointTensor]:
+        return {
+            "weight": fp8_codes(self, region),
+            self.scale_name: scale_tensor(self, region, scale_shapes(self, region)),
+            "input_scale": unused((1,), ()),
+        }
+
+
+class BlockFp8Weight(Fp8Weight):
+    """`weight` and `weight_scale_inv`."""
+
+    scale_name = "weight_scale_inv"
+
+
+class ModeloptWeight(Fp8Weight):
+    """`weight` and `weight_scale`, whose blocks have four dimensions."""
+
+    def checkpoint_tensors(self, region: Region) -> dict[str, CheckpointTensor]:
+        rows, columns = self.grid(region)
+        shapes = (*scale_shapes(self, region), (rows, 1, columns, 1))
+        return super().checkpoint_tensors(region) | {self.scale_name: scale_tensor(self, region, shapes)}
