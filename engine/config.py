@@ -22,6 +22,7 @@ from graph_cache.errors import GraphConfigError
 from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+QUANTIZATIONS = ("fp8", "int8", "int4")
 CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARMUPS = ("full", "background", "lazy")
@@ -59,6 +60,9 @@ class EngineConfig(NamesFields):
     - `generation_config`: where a server takes the sampling parameters that a request leaves out. "auto": the model's
       generation_config.json, or what its .gguf file says; "engine": the defaults of SamplingParams; or a folder with a
       generation_config.json. SamplingParams given in Python keep their own defaults.
+    - `quantization`: quantise the linear layers of a plain checkpoint while it loads. None: store weights as the
+      checkpoint does, which may be quantised already (docs/quantisation.md).
+    - `cpu_weight_format`: the earlier name of `quantization` on a CPU: "int4"; or "bf16" or "fp32", as with `dtype`.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
     - `progress`: show on standard error how far loading, captures and `Engine.generate` are: bars on a terminal, lines
       elsewhere.
@@ -92,6 +96,7 @@ class EngineConfig(NamesFields):
     device: str = "auto"
     load_format: str = "auto"
     generation_config: str = "auto"
+    quantization: str | None = None
     cpu_weight_format: str = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -141,6 +146,16 @@ class EngineConfig(NamesFields):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not one of {', '.join(QUANTIZATIONS)}; a quantised checkpoint "
+                "needs no setting"
+            )
+        if self.quantization is not None and self.cpu_weight_format != "auto":
+            raise ConfigError(
+                f"quantization={self.quantization!r} and cpu_weight_format={self.cpu_weight_format!r} both choose how "
+                "weights are stored: leave cpu_weight_format out"
+            )
         for name in _POSITIVE_INTEGERS:
             value = getattr(self, name)
             if value is None and getattr(EngineConfig, name) is None:
@@ -191,6 +206,11 @@ class EngineConfig(NamesFields):
                 f"{selection} only captures training, so inference would run without "
                 "graphs: use 'local', or 'none' to run without graphs"
             )
+
+    @property
+    def requested_quantization(self) -> str | None:
+        """What `quantization` or its alias asks for."""
+        return "int4" if self.cpu_weight_format == "int4" else self.quantization
 
     @property
     def packed_documents(self) -> int | None:
@@ -261,8 +281,6 @@ class EngineConfig(NamesFields):
         setting = f"tensor_parallel_size={self.tensor_parallel_size}"
         if self.mode == "training":
             raise ConfigError(f"{setting} applies to inference only; in a training job Megatron-Core splits the model")
-        if self.cpu_weight_format == "int4":
-            raise ConfigError(f"cpu_weight_format='int4' does not support {setting}; use auto, bf16 or fp32")
 
     def _check_buckets(self, sizes: tuple[int, ...]) -> None:
         """Check graph_buckets, also against max_num_seqs once that is set (at the latest by `resolve()`)."""

@@ -5,6 +5,7 @@ Uses the sizes that the worker chooses at its start, so that a context that fits
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.config import EngineConfig
+from engine.loader.quantized import weight_methods
 from engine.models.config import ModelConfig
 from engine.models.registry import build_model
 from engine.worker.sizing import (
@@ -77,11 +79,15 @@ def this_machine() -> Machine:
 
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Return the number of parameters of a model, and the bytes of its weights in `dtype`. Allocates nothing."""
-    built = build_model(model, dtype, "meta", 1)
+    built = build_model(model, dtype, "meta", 1, methods=weight_methods(model))
     if not isinstance(built, nn.Module):
         return 0, 0
-    parameters = list(built.parameters())
-    return sum(one.numel() for one in parameters), sum(one.numel() * one.itemsize for one in parameters)
+    stored = sum(one.nbytes for one in built.parameters())
+    if model.quantization is None:
+        return sum(one.numel() for one in built.parameters()), stored
+    slots = built.weight_slots().values()
+    count = sum(getattr(slot, "num_parameters", math.prod(slot.shape)) for slot in slots)
+    return count, stored + sum(one.nbytes for one in built.buffers())
 
 
 def fit(model: ModelConfig, dtype: torch.dtype, weights: int, machine: Machine) -> Fit:

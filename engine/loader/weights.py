@@ -7,7 +7,7 @@ never holds a second copy of the model.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +19,21 @@ from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.regular_files import require_regular_file
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
+from engine.layers.formats.slots import PLAIN_DTYPES, PLAIN_NAME, CheckpointSlot, plain_slots
 from engine.layers.weight_slot import Slot, WeightSlot
+from engine.loader.quantized import weight_methods
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.utils.progress import Progress
 from graph_cache.validation import did_you_mean
 
-READABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+READABLE_DTYPES = PLAIN_DTYPES
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Ends of the names of scales for a quantised KV cache, which a cache in the model's dtype doesn't use."""
+
 LISTED_PROBLEMS = 20
 
 
@@ -45,8 +50,8 @@ def load_hf_folder(
     rank reads only the parts of the files that it stores. Raises ModelError naming the file for an invalid folder.
     """
     config = config_from_folder(folder)
-    safetensors_files(folder)  # raises before the model is allocated
-    model = build_model(config, dtype, device, max_len, parallel)
+    files = safetensors_files(folder)  # raises before the model is allocated
+    model = build_model(config, dtype, device, max_len, parallel, weight_methods(config, parallel, files))
     load_folder_weights(model, folder)
     return config, model
 
@@ -109,17 +114,19 @@ def load_weights(
 ) -> None:
     """Write every tensor to its slot as it is read, and check that each slot is filled exactly once.
 
-    Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding. Raises one ModelError
-    that lists missing, unexpected, repeated and misshapen tensors; the model is then unusable.
+    Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding; of a quantised checkpoint,
+    scales of the KV cache. Raises one ModelError that lists missing, unexpected, repeated and misshapen tensors, and
+    scales and indices with impossible values; the model is then unusable.
     """
     slots = model.weight_slots()
     unfilled = dict.fromkeys(slots)
+    quantized = model.config.quantization is not None
     problems: list[str] = []
     head: Tensor | None = None
     for name, tensor in model.split_stacked(tensors):
         if progress is not None:
             progress(len(slots) - len(unfilled), len(slots))
-        if _is_rotary_buffer(name):
+        if _is_rotary_buffer(name) or (quantized and name.endswith(KV_SCALES) and name not in slots):
             continue
         if name == TIED_HEAD and name not in slots:
             head = tensor
@@ -136,7 +143,7 @@ def load_weights(
         progress(len(slots) - len(unfilled), len(slots))
     if head is not None and EMBEDDING not in unfilled:
         problems += _tied_head_problem(head, slots[EMBEDDING])
-    problems += [f"{name} is missing" for name in unfilled]
+    problems += [f"{name} is missing" for name in unfilled if _is_required(slots[name])]
     if problems:
         raise ModelError(f"{source} does not fit {model.config.architecture}: {_join_problems(problems)}")
 
@@ -156,7 +163,9 @@ def load_dummy(model: LoadableModel, seed: int = 0) -> None:
     Each whole tensor is generated on the model's device from the seed and its name, so the values of a shard do not
     depend on the number of ranks. A CPU's and a GPU's values differ.
     """
-    for name, slot in model.weight_slots().items():
+    slots = model.weight_slots()
+    plain: dict[str, Slot] = {name: slot for name, slot in slots.items() if not isinstance(slot, CheckpointSlot)}
+    for name, slot in (plain | plain_slots(slots)).items():
         if type(slot) is WeightSlot:
             _fill_dummy(name, slot.target, seed)  # in place: a copy of a large embedding would take memory
         else:
@@ -184,9 +193,11 @@ def check_update(
 
     `slots` is a model's `weight_slots()`. `tensors` yields (Hugging Face name, tensor) pairs of any floating dtype on
     any device; a subset of the weights is accepted unless `complete`. `check_finite` also rejects NaN and infinity.
-    Raises one WeightUpdateError that lists every problem.
+    A quantised matrix is updated by its plain tensor, `….weight`, which is then quantised, or by all of its checkpoint
+    tensors. Raises one WeightUpdateError that lists every problem.
     """
     staged: dict[str, Tensor] = {}
+    plain = plain_slots(slots)
     problems: list[str] = []
     head: Tensor | None = None
     for index, item in enumerate(tensors):
@@ -199,7 +210,7 @@ def check_update(
         if name == TIED_HEAD and name not in slots:
             head = tensor
             continue
-        problem = _tensor_problem(slots, name, tensor)
+        problem = _tensor_problem(plain if _is_plain(plain, name, tensor) else slots, name, tensor)
         if problem is None and name in staged:
             problem = f"{name} appears twice"
         if problem is None and check_finite and not bool(torch.isfinite(tensor).all()):
@@ -214,8 +225,10 @@ def check_update(
             problems += _tied_problem(head, staged.get(EMBEDDING, slot.read()))
         else:
             problems += _tied_head_problem(head, slot)
+    problems += _matrix_problems(slots, plain, staged, complete)
     if complete:
-        problems += [f"{name} is missing" for name in slots if name not in staged]
+        others = (name for name, slot in slots.items() if not isinstance(slot, CheckpointSlot))
+        problems += [f"{name} is missing" for name in others if name not in staged]
     if not staged and not problems:
         problems.append("it has no tensors; was the iterable already consumed?")
     if problems:
@@ -225,8 +238,9 @@ def check_update(
 
 def write_update(slots: Mapping[str, Slot], staged: Mapping[str, Tensor]) -> None:
     """Write tensors that `check_update` returned in place; addresses don't change. Call it between steps."""
+    plain = plain_slots(slots)
     for name, tensor in staged.items():
-        slots[name].write(tensor)
+        (plain if _is_plain(plain, name, tensor) else slots)[name].write(tensor)
 
 
 def stage_update(
@@ -243,6 +257,36 @@ def stage_update(
     staged = check_update(slots, tensors, complete=complete, check_finite=check_finite)
     write_update(slots, staged)
     return len(staged)
+
+
+def _is_plain(plain: Mapping[str, Slot], name: str, tensor: Tensor) -> bool:
+    """Return whether `tensor` is the plain form of a quantised matrix."""
+    return name in plain and tensor.dtype in READABLE_DTYPES
+
+
+def _is_required(slot: Slot) -> bool:
+    return not isinstance(slot, CheckpointSlot) or slot.required
+
+
+def _matrix_problems(
+    slots: Mapping[str, Slot], plain: Mapping[str, Slot], staged: Mapping[str, Tensor], complete: bool
+) -> list[str]:
+    """Return the problems of quantised matrices of which an update has some tensors, or, if `complete`, none."""
+    problems = []
+    matrices: dict[Hashable, list[tuple[str, CheckpointSlot]]] = {}
+    for name, slot in slots.items():
+        if isinstance(slot, CheckpointSlot):
+            matrices.setdefault(slot.matrix, []).append((name, slot))
+    for tensors in matrices.values():
+        plain_name = f"{tensors[0][0].rpartition('.')[0]}.{PLAIN_NAME}"
+        has_plain = plain_name in staged and _is_plain(plain, plain_name, staged[plain_name])
+        sent = [name for name, _ in tensors if name in staged and not (has_plain and name == plain_name)]
+        missing = [name for name, slot in tensors if slot.required and name not in staged]
+        if has_plain and sent:
+            problems.append(f"{plain_name} is a plain weight, but {', '.join(sent)} of its quantised form came too")
+        elif not has_plain and (sent or complete):
+            problems += [f"{name} is missing, and {plain_name} is no plain weight either" for name in missing]
+    return problems
 
 
 def _is_rotary_buffer(name: str) -> bool:
@@ -262,6 +306,9 @@ def _tensor_problem(slots: Mapping[str, Slot], name: str, tensor: Tensor) -> str
     slot = slots.get(name)
     if slot is None:
         return f"{name} is unexpected{did_you_mean(name, slots)}"
+    if isinstance(slot, CheckpointSlot):
+        problem = slot.problem(tensor)
+        return None if problem is None else f"{name} {problem}"
     if tensor.dtype not in READABLE_DTYPES:
         return f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, READABLE_DTYPES))}"
     if tuple(tensor.shape) != slot.shape:

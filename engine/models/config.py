@@ -13,6 +13,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from engine.attention.cache_spec import CacheSpec, FullAttentionSpec, SlidingWindowSpec
+from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.errors import ModelError
 from engine.layers.activation import ALIASES
 from engine.layers.rotary import ROPE_KINDS, RopeScaling, yarn_attention_factor
@@ -87,6 +88,7 @@ class ModelConfig:
       moe_intermediate_size the width of an expert.
     - eos_token_ids: all end-of-text ids.
     - dtype: the checkpoint's dtype, one of DTYPE_NAMES.
+    - quantization: how the linear layers store their weights; None: in the model's dtype.
     """
 
     architecture: str
@@ -125,6 +127,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    quantization: Quantization | None = None
 
     @property
     def context_length(self) -> int:
@@ -270,16 +273,12 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
         dtype=_dtype(fields),
+        quantization=read_quantization(values, where),
     )
 
 
 def _reject_unsupported(fields: Fields, family: Family) -> None:
     values = fields.values
-    if values.get("quantization_config") is not None:
-        raise ModelError(
-            f"{fields.where}: quantised checkpoints (quantization_config) are not supported; "
-            "use the model's unquantised weights"
-        )
     if values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
     for key, supported in family.fixed.items():

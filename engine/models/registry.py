@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.quantization import quantization_values
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -123,7 +124,7 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; use a folder in Hugging Face layout (config.json, *.safetensors)")
     path = folder / "config.json"
-    config = config_from_dict(read_json_object(path), str(path))
+    config = config_from_dict(quantization_values(folder, read_json_object(path)), str(path))
     generation = folder / "generation_config.json"
     if generation.exists():
         # chat models list their end-of-turn token only here

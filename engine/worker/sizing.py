@@ -14,6 +14,7 @@ import torch
 from engine.attention.cache_spec import group_layers, paged_layers, recurrent_layers
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.layers.formats.scaled_weight import TILE_ELEMENTS
 from engine.models.config import ModelConfig
 
 CPU_MAX_NUM_SEQS, CUDA_MAX_NUM_SEQS, LARGE_CUDA_MAX_NUM_SEQS = 16, 256, 1024
@@ -128,7 +129,13 @@ def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) 
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # split-K GEMMs: 4 float32 sums of 256 rows
     logits = 3 * 4 * seqs * model.vocab_size  # float32: the step's, and two copies while sampling
-    return split + logits + dtype.itemsize * batched * (4 * model.hidden_size + heads + model.mlp_activations)
+    dequantized = 0
+    if model.quantization is not None:
+        # float32 values beside those in the dtype: of a tile, or of all experts of a layer
+        experts = model.num_experts * model.hidden_size * model.moe_intermediate_size
+        dequantized = (8 + dtype.itemsize) * max(TILE_ELEMENTS, 2 * experts) + dtype.itemsize * experts
+    activations = dtype.itemsize * batched * (4 * model.hidden_size + heads + model.mlp_activations)
+    return split + logits + dequantized + activations
 
 
 def _affordable_pages(

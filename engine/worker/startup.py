@@ -11,18 +11,22 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine.checkpoint.quantization import online_quantization
 from engine.checkpoint.source import ModelSource
 from engine.config import EngineConfig, ResolvedConfig, cache_folder
 from engine.distributed.process_group import join_ranks, leave_ranks
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
+from engine.layers.int4 import int4_available
 from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, format_dtype, gguf_config, load_gguf
-from engine.loader.weights import load_dummy, load_folder_weights
+from engine.loader.quantized import describe, weight_methods
+from engine.loader.weights import load_dummy, load_folder_weights, safetensors_files
 from engine.megatron.model import MegatronModel
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
@@ -80,10 +84,14 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
                 "lower tensor_parallel_size, or device"
             )
     model_config, is_4bit = read_config(source)
+    model_config = _with_quantization(config, source, model_config, device)
     threads = config.num_threads
     if ranks > 1:
         # without storage, only for its checks of what can be split
-        build_model(model_config, torch.float32, "meta", 1, TensorParallel(0, ranks))
+        first = TensorParallel(0, ranks)
+        build_model(
+            model_config, torch.float32, "meta", 1, first, weight_methods(model_config, first, _files(config, source))
+        )
         if dist.is_initialized():
             raise ConfigError(
                 f"{setting} needs process groups of its own, and this process has initialised "
@@ -92,6 +100,8 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         config = _without_cpu_graphs(config, device)
         threads = threads or max(1, torch.get_num_threads() // ranks)
     weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
+    if model_config.quantization is not None:
+        logger.info("%s", describe(model_config.quantization, device))
     # rejects invalid sizes; the pages are counted when the weights are loaded
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), model_config, device, dtype)
     return WorkerPlan(
@@ -104,6 +114,36 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         device=device,
         threads=threads,
     )
+
+
+def _files(config: EngineConfig, source: ModelSource) -> list[Path] | None:
+    """Return the weight files of a folder; None if they are not read."""
+    return None if config.load_format == "dummy" or source.kind != "hf" else safetensors_files(source.path)
+
+
+def _with_quantization(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, device: torch.device
+) -> ModelConfig:
+    """Return the model's config with the quantisation that the settings ask for.
+
+    On a CPU, `build_int4_model` stores int4 for the CPU's own kernel where it can. Raises ConfigError for a checkpoint
+    that is quantised already.
+    """
+    requested, found = config.requested_quantization, model.quantization
+    if requested is None or (found is not None and found.element == requested):
+        return model
+    if found is not None:
+        raise ConfigError(
+            f"quantization={requested!r}: {source.name} is quantised already ({found.method}, {found.element}); leave "
+            "it out, or use the model's plain weights"
+        )
+    is_cpu_int4 = requested == "int4" and device.type == "cpu"
+    if source.kind == "gguf" and not is_cpu_int4:
+        raise ConfigError(f"quantization={requested!r}: {source.name} is a GGUF file, which is quantised already")
+    single = config.tensor_parallel_size == 1 and not model.num_experts
+    if is_cpu_int4 and (source.kind == "gguf" or (single and config.dtype != "float32" and int4_available())):
+        return model
+    return dataclasses.replace(model, quantization=online_quantization(requested))
 
 
 def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:
@@ -254,15 +294,19 @@ def choose_format(
     config: EngineConfig, model: ModelConfig, device: torch.device, is_4bit: bool
 ) -> tuple[str, torch.dtype]:
     """Return the weight format (for reports) and the activation dtype."""
+    quantization = model.quantization
     if device.type == "cpu":
-        weight_format = choose_cpu_format(config.cpu_weight_format, config.dtype, is_4bit)
-        return weight_format, format_dtype(weight_format)
+        requested = config.requested_quantization or config.cpu_weight_format
+        if quantization is not None:
+            requested = "auto" if config.cpu_weight_format == "int4" else config.cpu_weight_format
+        weight_format = choose_cpu_format(requested, config.dtype, is_4bit)
+        return quantization.element if quantization else weight_format, format_dtype(weight_format)
     if config.cpu_weight_format != "auto":
         raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} doesn't apply to {device}; leave it out")
     name = config.dtype if config.dtype != "auto" else (model.dtype or "bfloat16")
     if name == "float32" and config.dtype == "auto":
         name = "bfloat16"
-    return name, getattr(torch, name)
+    return quantization.element if quantization else name, getattr(torch, name)
 
 
 def load_model(
@@ -291,7 +335,10 @@ def load_model(
                 progress=progress,
             )[1]
     model: Model
-    if weight_format == "int4":
+    if model_config.quantization is not None:
+        methods = weight_methods(model_config, parallel, _files(config, source))
+        model = build_model(model_config, dtype, device, config.max_model_len, parallel, methods)
+    elif weight_format == "int4":
         model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
     else:
         model = build_model(model_config, dtype, device, config.max_model_len, parallel)

@@ -219,4 +219,4 @@ def _num_parameters(model: Model) -> int:
         slots = model.weight_slots()
     except ModelError:  # such as experts of a Megatron model: it runs, but its weights can't be updated by name
         return 0
-    return sum(math.prod(slot.shape) for slot in slots.values())
+    return sum(getattr(slot, "num_parameters", math.prod(slot.shape)) for slot in slots.values())

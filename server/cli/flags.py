@@ -73,7 +73,8 @@ ENGINE_HELP = {
     "load_format": "auto: load the weights; dummy: random weights",
     "generation_config": "sampling parameters that requests leave out: auto: those of the model's "
     "generation_config.json or .gguf file; engine: the engine's own; or a folder with a generation_config.json",
-    "cpu_weight_format": "storage format of the weights on a CPU",
+    "quantization": "quantise the linear layers of a plain checkpoint while it loads; none: store what it holds",
+    "cpu_weight_format": "earlier name of --quantization on a CPU (int4), and of --dtype (bf16, fp32)",
     "num_threads": "number of threads of a CPU engine",
     "tensor_parallel_size": "number of GPUs of this host for tensor parallelism, one process each",
     "max_model_len": "context length in tokens",
@@ -101,6 +102,7 @@ ENGINE_HELP = {
 CHOICES = {
     "dtype": engine_config.DTYPES,
     "load_format": engine_config.LOAD_FORMATS,
+    "quantization": engine_config.QUANTIZATIONS,
     "cpu_weight_format": engine_config.CPU_WEIGHT_FORMATS,
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
@@ -135,7 +137,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "seed",
     ),
     "logging": ("log_level", "log_format", "progress"),
-    "model": ("device", "load_format", "cpu_weight_format", "num_threads", "kernels"),
+    "model": ("device", "load_format", "quantization", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
         "num_speculative_tokens",

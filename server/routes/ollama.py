@@ -42,7 +42,14 @@ router = APIRouter(prefix="/api", tags=["ollama"], responses=OLLAMA_REFUSALS, ro
 NDJSON = "application/x-ndjson"
 TAG = ":latest"  # what Ollama adds to a name without a tag
 NEVER = "9999-12-31T23:59:59Z"
-_FORMAT_BITS = {"fp32": 32.0, "float32": 32.0, "int4": 5.0}  # of a weight, with scales; others have 16
+_FORMAT_BITS = {
+    "fp32": 32.0,
+    "float32": 32.0,
+    "fp8": 8.0,
+    "int8": 8.0,
+    "int4": 5.0,
+    "mxfp4": 4.25,
+}  # of a weight, with scales; others have 16
 
 
 class LineStream(EventStream):

@@ -37,7 +37,7 @@ def reference_model(**changes: Any) -> transformers.PreTrainedModel:
     return model
 
 
-def write_lively_moe(tiny: Path, folder: Path) -> None:
+def write_lively_moe(tiny: Path, folder: Path, **changes: Any) -> None:
     """Save a model with the tiny model's tokenizer, a dense layer and two with experts, whose greedy text varies."""
     shutil.copytree(tiny, folder, dirs_exist_ok=True)
     config = transformers.Qwen3MoeConfig(
@@ -53,6 +53,7 @@ def write_lively_moe(tiny: Path, folder: Path) -> None:
             "bos_token_id": 0,
             "eos_token_id": 0,
             "initializer_range": 0.2,
+            **changes,
         }
     )
     with torch.random.fork_rng(devices=[]):

@@ -421,7 +421,6 @@ def test_a_worker_answers_a_refused_update_and_ends_on_any_other_error(model_fol
     [
         ({"tensor_parallel_size": 0}, "whole number of at least 1"),
         ({"tensor_parallel_size": None}, "whole number of at least 1"),
-        ({"cpu_weight_format": "int4"}, "int4"),
         ({"mode": "training"}, "Megatron-Core splits"),
     ],
 )

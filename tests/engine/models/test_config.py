@@ -200,7 +200,7 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differs by layer type"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq' are not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' must be 'silu', found 'gelu'"),
         ({"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
         ({"head_dim": 7}, "head_dim 7 is odd"),

@@ -67,7 +67,7 @@ def test_both_names_of_the_number_of_experts_are_read(key: str) -> None:
         ({"decoder_sparse_step": 0}, "'decoder_sparse_step' must be a whole number"),
         ({"norm_topk_prob": "yes"}, "'norm_topk_prob' must be true or false"),
         ({"hidden_act": "gelu"}, "'hidden_act' must be 'silu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq' are not supported"),
     ],
 )
 def test_unsupported_values_are_rejected_by_name(changes: dict[str, Any], message: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
-from engine.errors import ModelError, WeightUpdateError
-from tests.engine.lively import MANY, PROMPTS, SETTINGS, Reference
+from engine import Engine
+from engine.errors import WeightUpdateError
+from tests.engine.lively import MANY, PROMPTS, Reference
 from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.qwen3_moe import write_lively_moe
 
@@ -112,6 +112,8 @@ def test_dummy_weights_serve(make):
     assert [len(tokens) for tokens in tokens_of(engine)] == [20] * len(PROMPTS)
 
 
-def test_int4_is_refused(folder):
-    with pytest.raises(ModelError, match="can't be quantised"):
-        Engine(EngineConfig(**(SETTINGS | {"model": str(folder), "dtype": "auto", "cpu_weight_format": "int4"})))
+def test_int4_stores_experts_in_4_bits(folder):
+    with engines(model=str(folder), dtype="auto", cpu_weight_format="int4") as make:
+        engine = make()
+        assert engine.loop.runner.model.layers[0].mlp.experts.down.linear_weight.format == "int4"
+        assert [len(tokens) for tokens in tokens_of(engine)] == [20] * len(PROMPTS)
