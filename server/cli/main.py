@@ -274,6 +274,18 @@ def _models(args: argparse.Namespace) -> int:
     return models.run(args)
 
 
+def _quantize_arguments(parser: Parser) -> None:
+    from server.cli import quantize
+
+    quantize.add_arguments(parser)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from server.cli import quantize
+
+    return quantize.run(args)
+
+
 def _batch_arguments(parser: Parser) -> None:
     from server.cli import batch
 
@@ -324,6 +336,7 @@ COMMANDS: dict[str, Command] = {
         _tune,
     ),
     "models": Command("list, pull, show and remove models", _models_arguments, _models),
+    "quantize": Command("write a model folder with quantised weights", _quantize_arguments, _quantize),
     "batch": Command("run a file of requests in OpenAI's batch format", _batch_arguments, _batch),
     "bench": Command("measure latency and throughput without a server", _bench_arguments, _bench),
     "bench serve": Command("load a running server and measure it", _bench_serve_arguments, _bench_serve),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 TINY = 2.0**-100
-"""Scales of all-zero blocks: any positive number works."""
+"""The smallest scale, that of blocks of zeros."""
 
 
 class Element(ABC):
@@ -45,13 +45,24 @@ class Element(ABC):
         return scale
 
     @abstractmethod
-    def quantize(self, blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Quantise blocks, float32 [RB, r, CB, c]: codes of that shape, and scales and zeros (or None) [RB, CB]."""
+    def quantize(
+        self, blocks: Tensor, symmetric: bool, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Quantise blocks, float32 [RB, r, CB, c]: codes of that shape, and scales and zeros (or None) [RB, CB].
+
+        Scales are float32, with values that `scale_dtype` can hold.
+        """
 
 
 def _largest(blocks: Tensor) -> Tensor:
     """Return the largest magnitude of each block, [RB, CB]; NaN if it holds a NaN."""
     return blocks.abs().amax(dim=(1, 3))
+
+
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return positive scales, float32, with values of `dtype`. One that is too small for it becomes its smallest."""
+    limits = torch.finfo(dtype)
+    return scale.to(dtype).float().clamp(min=max(TINY, limits.tiny * limits.eps))
 
 
 def _spread(values: Tensor) -> Tensor:
@@ -67,9 +78,11 @@ class Fp8(Element):
     def decode(self, stored: Tensor) -> Tensor:
         return stored.float()
 
-    def quantize(self, blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantize(
+        self, blocks: Tensor, symmetric: bool, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         limit = torch.finfo(FP8).max
-        scale = (_largest(blocks) / limit).clamp(min=TINY)
+        scale = _rounded(_largest(blocks) / limit, scale_dtype)
         return (blocks / _spread(scale)).clamp(-limit, limit).to(FP8), scale, None
 
 
@@ -78,14 +91,16 @@ class Integer(Element):
 
     half: int
 
-    def quantize(self, blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantize(
+        self, blocks: Tensor, symmetric: bool, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         half = self.half
         if symmetric:
-            scale, zero = (_largest(blocks) / (half - 0.5)).clamp(min=TINY), None
+            scale, zero = _rounded(_largest(blocks) / (half - 0.5), scale_dtype), None
             codes = (blocks / _spread(scale)).round_()
         else:
             low, high = blocks.amin(dim=(1, 3)).clamp(max=0), blocks.amax(dim=(1, 3)).clamp(min=0)
-            scale = ((high - low) / (2 * half - 1)).clamp(min=TINY)
+            scale = _rounded((high - low) / (2 * half - 1), scale_dtype)
             zero = (-low / scale).round_().nan_to_num_(0).clamp(0, 2 * half - 1) - half
             codes = (blocks / _spread(scale)).round_() + _spread(zero)
         return codes.nan_to_num_(0).clamp_(-half, half - 1).to(torch.int16), scale, zero
@@ -140,7 +155,9 @@ class MxFp4(Element):
         # the exponent's bits of a float32; 0 stands for 2^-127, a subnormal number
         return (scale.to(torch.int32) << 23).clamp_(min=1 << 22).view(torch.float32)
 
-    def quantize(self, blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantize(
+        self, blocks: Tensor, symmetric: bool, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         largest = _largest(blocks)
         exponent = torch.frexp(largest.clamp(min=TINY)).exponent - 3 + 127  # the largest number is 6 = 1.5 * 2^2
         scale = exponent.clamp(0, 254).masked_fill(~largest.isfinite(), 255).to(torch.uint8)

@@ -228,14 +228,19 @@ class ScaledWeight(WeightMethod):
         dense = self.dense(region.layer, region.layer.weight_dtype)
         return self._rows(region, dense)
 
-    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Quantise a matrix, float32 [O, I]: codes [O, I], scales and zeros (None if symmetric) of its blocks."""
+    def quantize(
+        self, weight: Tensor, scale_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Quantise a matrix, float32 [O, I]: codes [O, I], scales and zeros (None if symmetric) of its blocks.
+
+        Scales are float32, with values that `scale_dtype` can hold.
+        """
         outputs, inputs = weight.shape
         rows, columns = self.scheme.block
         rows, columns = rows or outputs, columns or inputs
         padded = F.pad(weight, (0, -inputs % columns, 0, -outputs % rows))
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        codes, scale, zero = self.element.quantize(blocks, self.scheme.symmetric)
+        codes, scale, zero = self.element.quantize(blocks, self.scheme.symmetric, scale_dtype)
         return codes.flatten(2, 3).flatten(0, 1)[:outputs, :inputs], scale, zero
 
 
