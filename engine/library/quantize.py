@@ -153,7 +153,7 @@ def _quantized(form: dict[str, Any], tensor: Tensor) -> Iterator[tuple[str, Tens
     method.store_codes(region, codes)
     method.store_scales(region, "scale", scale)
     for last, found in method.checkpoint_tensors(region).items():
-        if found.required or last == "weight_shape":
+        if found.load is not None and (found.required or last == "weight_shape"):
             value = found.load()
             yield last, (value.to(scale_dtype) if last == "weight_scale" else value).contiguous()
 

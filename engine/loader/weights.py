@@ -7,7 +7,7 @@ never holds a second copy of the model.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,7 +143,8 @@ def load_weights(
         progress(len(slots) - len(unfilled), len(slots))
     if head is not None and EMBEDDING not in unfilled:
         problems += _tied_head_problem(head, slots[EMBEDDING])
-    problems += [f"{name} is missing" for name in unfilled if _is_required(slots[name])]
+    filled = slots.keys() - unfilled.keys()
+    problems += [f"{name} is missing" for name in unfilled if _is_missing(slots[name], name, filled)]
     if problems:
         raise ModelError(f"{source} does not fit {model.config.architecture}: {_join_problems(problems)}")
 
@@ -264,8 +265,12 @@ def _is_plain(plain: Mapping[str, Slot], name: str, tensor: Tensor) -> bool:
     return name in plain and tensor.dtype in READABLE_DTYPES
 
 
-def _is_required(slot: Slot) -> bool:
-    return not isinstance(slot, CheckpointSlot) or slot.required
+def _is_missing(slot: Slot, name: str, found: Collection[str]) -> bool:
+    """Return whether a tensor that is needed is not in `found`, under another name either."""
+    if name in found or not isinstance(slot, CheckpointSlot):
+        return name not in found
+    prefix = name.rpartition(".")[0]
+    return slot.required and not any(f"{prefix}.{other}" in found for other in slot.others)
 
 
 def _matrix_problems(
@@ -281,7 +286,7 @@ def _matrix_problems(
         plain_name = f"{tensors[0][0].rpartition('.')[0]}.{PLAIN_NAME}"
         has_plain = plain_name in staged and _is_plain(plain, plain_name, staged[plain_name])
         sent = [name for name, _ in tensors if name in staged and not (has_plain and name == plain_name)]
-        missing = [name for name, slot in tensors if slot.required and name not in staged]
+        missing = [name for name, slot in tensors if _is_missing(slot, name, staged)]
         if has_plain and sent:
             problems.append(f"{plain_name} is a plain weight, but {', '.join(sent)} of its quantised form came too")
         elif not has_plain and (sent or complete):

@@ -188,9 +188,13 @@ class Decoder(Model, nn.Module):
                 yield f"{prefix}.{index}.up_proj.weight", up
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
+        """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage.
+
+        Of a quantised matrix, yields new tensors in the checkpoint's format.
+        """
         for name, slot in self.weight_slots().items():
-            yield name, slot.read()
+            if getattr(slot, "is_kept", True):
+                yield name, slot.read()
 
     def tensors(self) -> DecoderTensors:
         """Return the parameters in the form that the fused kernels use.

@@ -218,6 +218,10 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         fp8_matrix("weight_scale", None, lambda *_: (), input_scale), True,
     ),
+    "fp8-tensor-inv": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8_matrix("weight_scale_inv", None, lambda *_: (), lambda: {"activation_scale": torch.tensor(0.7)}), True,
+    ),
     "modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
         fp8_matrix("weight_scale", None, lambda *_: (), input_scale), True,

@@ -1,7 +1,8 @@
 """fp8 checkpoints: float8_e4m3fn weights with float scales per block, row, or matrix.
 
 - "fp8-block" (`quant_method: fp8` with `weight_block_size`): `weight_scale_inv` [row blocks, column blocks].
-- "fp8" (`quant_method: fp8`): `weight_scale`, one number; `input_scale`, for static activation scales.
+- "fp8" (`quant_method: fp8`): `weight_scale`, one number; `input_scale`, for static activation scales. Some programs
+  call them `weight_scale_inv` and `activation_scale`.
 - "modelopt" (`quant_method: modelopt`): as "fp8", or with a scale per row, or per block with shape [rb, 1, cb, 1].
 
 In each, W = weight * scale, whatever the scale is called.
@@ -12,6 +13,8 @@ from __future__ import annotations
 from engine.layers.formats.elements import FP8
 from engine.layers.formats.region import CheckpointTensor, Region
 from engine.layers.formats.scaled_weight import ScaledWeight, not_finite, scale_tensor, unused
+
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 
 
 def fp8_codes(method: ScaledWeight, region: Region) -> CheckpointTensor:
@@ -41,8 +44,17 @@ class Fp8Weight(ScaledWeight):
     def checkpoint_tensors(self, region: Region) -> dict[str, CheckpointTensor]:
         return {
             "weight": fp8_codes(self, region),
-            self.scale_name: scale_tensor(self, region, scale_shapes(self, region)),
+            **self._scales(scale_tensor(self, region, scale_shapes(self, region))),
             "input_scale": unused((1,), ()),
+            "activation_scale": unused((1,), ()),
+        }
+
+    def _scales(self, scale: CheckpointTensor) -> dict[str, CheckpointTensor]:
+        """Return the scale under its usual name and the other one."""
+        other = next(name for name in SCALE_NAMES if name != self.scale_name)
+        return {
+            self.scale_name: scale._replace(others=(other,)),
+            other: scale._replace(load=None, required=False),
         }
 
 
@@ -58,4 +70,4 @@ class ModeloptWeight(Fp8Weight):
     def checkpoint_tensors(self, region: Region) -> dict[str, CheckpointTensor]:
         rows, columns = self.grid(region)
         shapes = (*scale_shapes(self, region), (rows, 1, columns, 1))
-        return super().checkpoint_tensors(region) | {self.scale_name: scale_tensor(self, region, shapes)}
+        return super().checkpoint_tensors(region) | self._scales(scale_tensor(self, region, shapes))

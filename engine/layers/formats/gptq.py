@@ -55,7 +55,7 @@ class GptqV2Weight(ScaledWeight):
         }
         if getattr(region.layer, "bias", None) is None:
             tensors["bias"] = CheckpointTensor(
-                ((outputs,),), FLOATS, lambda bias: None, lambda: torch.zeros(outputs), _not_zero, required=False
+                ((outputs,),), FLOATS, lambda bias: None, None, _not_zero, required=False
             )
         return tensors
 

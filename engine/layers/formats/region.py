@@ -45,14 +45,17 @@ class CheckpointTensor(NamedTuple):
     """A tensor of a quantised matrix in a checkpoint.
 
     - shapes: the accepted shapes of the whole tensor, the usual one first. dtypes: the accepted dtypes.
-    - store: writes the part of this rank of a whole tensor. load: returns the tensor, of this rank's part.
+    - store: writes the part of this rank of a whole tensor.
+    - load: returns the tensor, of this rank's part; None: nothing is kept of it, or another tensor has it.
     - check: returns what is wrong with the values of a tensor of a right shape, or None.
-    - required: whether every checkpoint has it.
+    - required: whether every checkpoint has it, or one of `others`: the last parts of the names that some programs give
+      it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     store: Callable[[Tensor], None]
-    load: Callable[[], Tensor]
+    load: Callable[[], Tensor] | None
     check: Callable[[Tensor], str | None] = lambda tensor: None
     required: bool = True
+    others: tuple[str, ...] = ()

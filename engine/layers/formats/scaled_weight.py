@@ -279,11 +279,4 @@ def scale_tensor(
 
 def unused(*shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> CheckpointTensor:
     """Return a tensor of a checkpoint that weight-only arithmetic doesn't use, such as a scale of activations."""
-    return CheckpointTensor(
-        shapes,
-        dtypes,
-        lambda tensor: None,
-        lambda: torch.ones(shapes[0]),
-        not_finite,
-        required=False,
-    )
+    return CheckpointTensor(shapes, dtypes, lambda tensor: None, None, not_finite, required=False)

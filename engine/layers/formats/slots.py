@@ -95,6 +95,16 @@ class CheckpointSlot:
         return self._tensor.required
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """The last parts of other names of this tensor."""
+        return self._tensor.others
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether `read` returns the tensor: False for one that is only checked."""
+        return self._tensor.load is not None
+
+    @property
     def num_parameters(self) -> int:
         """The number of weights of the matrix, of its first tensor; 0 of the others."""
         is_first = next(iter(self._method.checkpoint_tensors(self._region))) == self._name
@@ -127,7 +137,10 @@ class CheckpointSlot:
 
     def read(self) -> Tensor:
         """Return the checkpoint tensor of this rank's part of the matrix, without rounding."""
-        return self._tensor.load()
+        load = self._tensor.load
+        if load is None:
+            raise RuntimeError(f"{self._name} is not kept: see is_kept")
+        return load()
 
 
 def plain_slots(slots: Mapping[str, Slot]) -> dict[str, PlainSlot]:

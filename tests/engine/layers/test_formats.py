@@ -54,7 +54,9 @@ def fill(layer: Linear, name: str, parts: dict[str, int] = PARTS, inputs: int = 
             slot.write(tensor)
             seen.add(f"m.{part}.{last}")
         weights.append(torch.from_numpy(np.ascontiguousarray(weight)).float())
-    assert {name for name, slot in slots.items() if slot.required} <= seen
+    for full, slot in slots.items():
+        names = {full, *(f"{full.rpartition('.')[0]}.{other}" for other in slot.others)}
+        assert not slot.required or names & seen, full
     return torch.cat(weights)
 
 
@@ -80,9 +82,10 @@ def test_checkpoint_tensors_are_read_back_as_they_were_written(name: str) -> Non
     for part, rows in PARTS.items():
         tensors, _ = FORMATS[name].matrix(generator, rows, INPUTS)
         for last, tensor in tensors.items():
-            if last == "input_scale":
+            slot = slots[f"m.{part}.{last}"]
+            if not slot.is_kept:
                 continue
-            found = slots[f"m.{part}.{last}"].read()
+            found = slot.read()
             assert torch.equal(found.float(), tensor.float().reshape(found.shape)), last
 
 
@@ -241,3 +244,40 @@ def test_compressed_tensors_itself_reads_the_same_weights() -> None:
         compressor = BaseCompressor.get_value_from_registry(form.config["format"])
         found = compressor.decompress(dict(tensors), QuantizationScheme(**group))["weight"]
         assert torch.equal(dense(layer), found.float()), name
+
+
+def test_compressed_tensors_reads_the_same_weights_from_awq() -> None:
+    """Runs where the package is installed: its converter of AutoAWQ's checkpoints."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    layer = make_linear("awq", {"q_proj": 96})
+    fill(layer, "awq", {"q_proj": 96})
+    tensors, _ = FORMATS["awq"].matrix(rng("awq"), 96, INPUTS)
+    codes, zeros = AutoAWQConverter.unpack_awq(tensors["qweight"], tensors["qzeros"], 4)
+    codes, zeros = (one & 15 for one in AutoAWQConverter.reverse_awq_order(codes, zeros, 4))
+    groups = torch.arange(INPUTS) // 16
+    assert torch.equal(dense(layer), ((codes - zeros[groups]) * tensors["scales"].float()[groups]).T)
+
+
+def test_transformers_reads_the_same_weights_from_block_fp8() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    layer = make_linear("fp8-block", {"q_proj": 96})
+    fill(layer, "fp8-block", {"q_proj": 96})
+    tensors, _ = FORMATS["fp8-block"].matrix(rng("fp8-block"), 96, INPUTS)
+    name = "q_proj.weight"
+    found = Fp8Dequantize(None).convert({name: [tensors["weight"]], f"{name}_scale_inv": [tensors["weight_scale_inv"]]})
+    weight = found[name][0] if isinstance(found[name], list) else found[name]
+    assert torch.equal(dense(layer), weight.float())
+
+
+def test_transformers_reads_the_same_weights_from_mxfp4() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    layer = make_linear("mxfp4", {"q_proj": 96})
+    fill(layer, "mxfp4", {"q_proj": 96})
+    tensors, _ = FORMATS["mxfp4"].matrix(rng("mxfp4"), 96, INPUTS)
+    blocks, scales = tensors["weight_blocks"].unsqueeze(0), tensors["weight_scales"].unsqueeze(0)
+    found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [1, inputs, outputs]
+    assert torch.equal(dense(layer), found[0].T)
