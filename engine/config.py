@@ -23,6 +23,7 @@ from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 QUANTIZATIONS = ("fp8", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 CPU_WEIGHT_FORMATS = ("auto", "bf16", "fp32", "int4")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WARMUPS = ("full", "background", "lazy")
@@ -63,6 +64,8 @@ class EngineConfig(NamesFields):
     - `quantization`: quantise the linear layers of a plain checkpoint while it loads. None: store weights as the
       checkpoint does, which may be quantised already (docs/quantisation.md).
     - `cpu_weight_format`: the earlier name of `quantization` on a CPU: "int4"; or "bf16" or "fp32", as with `dtype`.
+    - `kv_cache_dtype`: how keys and values are stored: "auto", in the model's dtype; "fp8_e4m3" or "fp8_e5m2", rounded
+      to one byte, without scales, and saturated at 448 or 57,344.
     - `seed`: base seed for requests without one in an offline engine; a server uses random seeds instead.
     - `progress`: show on standard error how far loading, captures and `Engine.generate` are: bars on a terminal, lines
       elsewhere.
@@ -97,6 +100,7 @@ class EngineConfig(NamesFields):
     load_format: str = "auto"
     generation_config: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     cpu_weight_format: str = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -138,6 +142,7 @@ class EngineConfig(NamesFields):
             "dtype": DTYPES,
             "load_format": LOAD_FORMATS,
             "cpu_weight_format": CPU_WEIGHT_FORMATS,
+            "kv_cache_dtype": KV_CACHE_DTYPES,
             "warmup": WARMUPS,
             "logprobs_mode": LOGPROBS_MODES,
             "mode": MODES,

@@ -46,6 +46,7 @@ class Support:
 
     - devices, dtypes: types of device and of the KV cache.
     - specs: types of cache specs.
+    - stored_dtypes: dtypes in which the KV cache may store keys and values beside its own.
     - max_head_dim: largest head size.
     - dynamic_lengths: decode reads lengths from device memory, so that one graph serves any context. Otherwise each
       context bucket is a graph variant.
@@ -56,17 +57,26 @@ class Support:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     specs: frozenset[type[PagedSpec]]
+    stored_dtypes: frozenset[torch.dtype]
     max_head_dim: int
     dynamic_lengths: bool
     captures_prefill: bool
     fuses_rotary: bool
 
-    def missing(self, specs: Sequence[PagedSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+    def missing(
+        self,
+        specs: Sequence[PagedSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+    ) -> str | None:
         """Return what these layers need and the backend doesn't support; None if nothing."""
         if device.type not in self.devices:
             return f"device {device.type}"
         if dtype not in self.dtypes:
             return f"dtype {str(dtype).removeprefix('torch.')}"
+        if stored is not None and stored not in self.stored_dtypes:
+            return f"a KV cache in {str(stored).removeprefix('torch.')}"
         if unknown := sorted({type(spec).__name__ for spec in specs if type(spec) not in self.specs}):
             return f"layers with {', '.join(unknown)}"
         if (head_dim := max((spec.head_dim for spec in specs), default=0)) > self.max_head_dim:

@@ -15,6 +15,9 @@ from engine.attention import host_memory
 from engine.attention.cache_spec import CacheSpec, LatentSpec, PagedSpec, group_layers, paged_layers
 from engine.errors import ConfigError, ModelError
 
+FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The dtypes of keys and values in fp8, by the names of `kv_cache_dtype`."""
+
 
 class KVCache:
     """Keys and values of all layers in pages: `.k[i]`, `.v[i]` are tensors [num_pages, page_size, kv_heads, head_dim].
@@ -25,6 +28,9 @@ class KVCache:
     `groups` are the layers that share a page table, and `.group_of[i]` is the group of layer i. A page belongs to one
     group, so layers of different groups share storage. Pages start zeroed. Storage has a fixed address; resizing needs
     a new object.
+
+    `stored`: the dtype of what is stored, one of FP8_DTYPES, or None for `dtype`, that of keys and values in a step.
+    fp8 pages are bytes, uint8 tensors, which `encode` makes and `decode` reads.
     """
 
     def __init__(
@@ -34,7 +40,9 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        stored: torch.dtype | None = None,
     ):
+        self.stored = stored
         self.specs, self.groups = tuple(specs), group_layers(specs)
         self.num_layers, self.num_pages, self.page_size = len(specs), num_pages, page_size
         self.paged = paged_layers(specs)
@@ -42,14 +50,17 @@ class KVCache:
         self.kv_heads, self.head_dim = shapes[0] if shapes else (0, 0)
         self.dtype, self.device = dtype, torch.device(device)
         depth = max((len(group.layers) for group in self.groups), default=0)
-        each = ([_zeros((num_pages, page_size, *shape), dtype, self.device) for _ in range(depth)] for shape in shapes)
+        page_dtype = dtype if stored is None else torch.uint8
+        each = (
+            [_zeros((num_pages, page_size, *shape), page_dtype, self.device) for _ in range(depth)] for shape in shapes
+        )
         self.storage = list(zip(*each, strict=True))
         place = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
             for index, layer in enumerate(group.layers)
         }
-        empty = torch.empty((0, page_size, self.kv_heads, self.head_dim), dtype=dtype, device=device)
+        empty = torch.empty((0, page_size, self.kv_heads, self.head_dim), dtype=page_dtype, device=device)
         self.group_of = [place[layer][0] if layer in place else -1 for layer in range(self.num_layers)]
         self.k = [self.storage[place[layer][1]][0] if layer in place else empty for layer in range(self.num_layers)]
         self.v = [self._values(layer, place[layer][1]) if layer in place else empty for layer in range(self.num_layers)]
@@ -94,9 +105,20 @@ class KVCache:
 
         v is None for a layer with a LatentSpec.
         """
-        self.k_slots[layer].index_copy_(0, slots, k)
+        self.k_slots[layer].index_copy_(0, slots, self.encode(k))
         if v is not None:
-            self.v_slots[layer].index_copy_(0, slots, v)
+            self.v_slots[layer].index_copy_(0, slots, self.encode(v))
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return keys or values as pages store them. fp8 saturates at its largest number; infinity becomes NaN."""
+        if self.stored is None:
+            return x
+        limit = torch.finfo(self.stored).max
+        return (x.clamp(-limit, limit) + (x - x)).to(self.stored).view(torch.uint8)
+
+    def decode(self, pages: Tensor) -> Tensor:
+        """Return stored keys or values in the cache's dtype."""
+        return pages if self.stored is None else pages.view(self.stored).to(self.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

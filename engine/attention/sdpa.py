@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.cache_spec import FullAttentionSpec, LatentSpec, SlidingWindowSpec
 from engine.attention.interface import Attention, Support
-from engine.attention.kv_cache import KVCache
+from engine.attention.kv_cache import FP8_DTYPES, KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 from engine.errors import ConfigError
 
@@ -38,10 +38,10 @@ def decode_mask(positions: Tensor, width: int, dtype: torch.dtype, window: int |
 
 def gather_layer(kv: KVCache, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Copy the pages of a layer in the order of table int64 [n]: keys and values [n * page_size, KV, D]."""
-    keys, spec = gather_pages(kv.k[layer], table), kv.spec(layer)
+    keys, spec = kv.decode(gather_pages(kv.k[layer], table)), kv.spec(layer)
     if isinstance(spec, LatentSpec):
         return keys, keys[..., : spec.value_width]
-    return keys, gather_pages(kv.v[layer], table)
+    return keys, kv.decode(gather_pages(kv.v[layer], table))
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -107,6 +107,7 @@ class SdpaBackend:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec, LatentSpec}),
+        stored_dtypes=frozenset(FP8_DTYPES.values()),
         max_head_dim=1024,
         dynamic_lengths=False,
         captures_prefill=False,
@@ -183,6 +184,7 @@ class SdpaPrefill:
         if v is None:
             assert isinstance(spec, LatentSpec)
             v = k[..., : spec.value_width]
+        k, v = kv.decode(kv.encode(k)), kv.decode(kv.encode(v))  # as later chunks read them
         outs, first = [], 0
         for (start, length), table, mask in zip(self._spans, self._tables[group], self._masks[group], strict=True):
             rows = slice(first, first + length)

@@ -21,11 +21,16 @@ def backends() -> tuple[type[AttentionBackend], ...]:
     return (TritonBackend, SdpaBackend)
 
 
-def choose_backend(specs: Sequence[PagedSpec], dtype: torch.dtype, device: torch.device) -> type[AttentionBackend]:
-    """Return the first backend that supports these layers. Raises ConfigError, listing what each one lacks."""
+def choose_backend(
+    specs: Sequence[PagedSpec], dtype: torch.dtype, device: torch.device, stored: torch.dtype | None = None
+) -> type[AttentionBackend]:
+    """Return the first backend that supports these layers, and a KV cache stored in `stored` (None: in `dtype`).
+
+    Raises ConfigError, listing what each one lacks.
+    """
     problems = []
     for backend in backends():
-        lacking = backend.support.missing(specs, dtype, device)
+        lacking = backend.support.missing(specs, dtype, device, stored)
         if lacking is None:
             return backend
         problems.append(f"{backend.name}: no support for {lacking}")

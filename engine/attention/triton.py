@@ -41,6 +41,7 @@ class TritonBackend:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec}),
+        stored_dtypes=frozenset(),
         max_head_dim=256,
         dynamic_lengths=True,
         captures_prefill=True,

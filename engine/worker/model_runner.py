@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cache_spec import recurrent_layers
-from engine.attention.kv_cache import KVCache
+from engine.attention.kv_cache import FP8_DTYPES, KVCache
 from engine.attention.recurrent_states import RecurrentStates
 from engine.attention.selection import choose_backend
 from engine.config import ResolvedConfig
@@ -85,8 +85,16 @@ class ModelRunner:
         self.device = device
         dtype = getattr(torch, config.dtype)
         specs = model.cache_specs()
-        self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device)
-        self.attention = choose_backend(list(self.kv.paged.values()), dtype, device)(self.kv, config.max_num_seqs)
+        stored = FP8_DTYPES.get(config.kv_cache_dtype)
+        self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device, stored)
+        backend = choose_backend(list(self.kv.paged.values()), dtype, device, stored)
+        self.attention = backend(self.kv, config.max_num_seqs)
+        if stored is not None:
+            logger.info(
+                "KV cache in %s, read by %s attention: it halves the cache's memory, and no fused kernel reads it yet",
+                config.kv_cache_dtype,
+                backend.name,
+            )
         self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), self._prefix_members())
@@ -110,7 +118,7 @@ class ModelRunner:
             layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device, self.step_model.logits_dtype
         )
         self.state = layout.views(self.buffers["state"])
-        token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * dtype.itemsize  # of a layer
+        token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * (stored or dtype).itemsize  # of a layer
         inputs = DecodeInputs(
             layout,
             config.page_size,
@@ -207,6 +215,8 @@ class ModelRunner:
                 logger.info("using the model's own layers: kernels=%r, dtype %s", requested, self.config.dtype)
             return None
         try:
+            if not self.attention.support.fuses_rotary:
+                raise ModelError(f"fused kernels need another attention than {self.attention.name}")
             fused = self.model.fused(max_rows, self.config.max_num_batched_tokens)
             logger.info("using fused kernels")
             return fused

@@ -12,6 +12,7 @@ import os
 import torch
 
 from engine.attention.cache_spec import group_layers, paged_layers, recurrent_layers
+from engine.attention.kv_cache import FP8_DTYPES
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
 from engine.layers.formats.scaled_weight import TILE_ELEMENTS
@@ -147,7 +148,10 @@ def _affordable_pages(
     batched: int,
     context: int,
 ) -> int:
-    size, states = page_bytes(model, config.page_size, dtype), state_bytes(model, seqs, dtype)
+    size, states = (
+        page_bytes(model, config.page_size, FP8_DTYPES.get(config.kv_cache_dtype, dtype)),
+        state_bytes(model, seqs, dtype),
+    )
     if not size:
         return 2  # the fewest that a page pool has; no layer uses them
     needed = pages_per_sequence(model, config.page_size, context, batched)

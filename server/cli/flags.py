@@ -74,6 +74,7 @@ ENGINE_HELP = {
     "generation_config": "sampling parameters that requests leave out: auto: those of the model's "
     "generation_config.json or .gguf file; engine: the engine's own; or a folder with a generation_config.json",
     "quantization": "quantise the linear layers of a plain checkpoint while it loads; none: store what it holds",
+    "kv_cache_dtype": "storage of keys and values: auto (the model's data type), or 8-bit floats",
     "cpu_weight_format": "earlier name of --quantization on a CPU (int4), and of --dtype (bf16, fp32)",
     "num_threads": "number of threads of a CPU engine",
     "tensor_parallel_size": "number of GPUs of this host for tensor parallelism, one process each",
@@ -103,6 +104,7 @@ CHOICES = {
     "dtype": engine_config.DTYPES,
     "load_format": engine_config.LOAD_FORMATS,
     "quantization": engine_config.QUANTIZATIONS,
+    "kv_cache_dtype": engine_config.KV_CACHE_DTYPES,
     "cpu_weight_format": engine_config.CPU_WEIGHT_FORMATS,
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
@@ -137,7 +139,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "seed",
     ),
     "logging": ("log_level", "log_format", "progress"),
-    "model": ("device", "load_format", "quantization", "cpu_weight_format", "num_threads", "kernels"),
+    "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
         "num_speculative_tokens",

@@ -289,7 +289,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def addresses(engine: Engine) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in engine.loop.runner.model.named_buffers()}
+    return {name: tensor.data_ptr() for name, tensor in engine.loop.executor.worker.runner.model.named_buffers()}
 
 
 def other_tensors(folders: Folders, name: str, root: Path) -> tuple[dict[str, torch.Tensor], Reference]:
@@ -327,7 +327,7 @@ def test_an_update_with_plain_tensors_is_quantised_in_place(folders, make, tmp_p
     found = greedy_tokens(engine, PROMPTS, 8)
     assert dict(engine.stats().graphs["captures"]) == captures and addresses(engine) == places
     # the same update again, and a reference with the weights that the engine says it uses
-    slots = engine.loop.runner.model.weight_slots()
+    slots = engine.loop.executor.worker.runner.model.weight_slots()
     plain = dict(slots) | plain_slots(slots)
     used = {key: plain[key].read().float() for key in update}
     assert not torch.equal(used[f"{Q}.weight"], update[f"{Q}.weight"])
@@ -346,7 +346,7 @@ def test_an_update_with_plain_tensors_is_quantised_in_place(folders, make, tmp_p
 def test_exported_tensors_are_an_update(folders, make):
     engine = make(model=str(folders.quantized("gptq-desc-act")))
     before = greedy_tokens(engine, PROMPTS, 6)
-    weights = [(name, tensor.clone()) for name, tensor in engine.loop.runner.model.named_weights()]
+    weights = [(name, tensor.clone()) for name, tensor in engine.loop.executor.worker.runner.model.named_weights()]
     engine.update_weights(weights, version="same")
     assert greedy_tokens(engine, PROMPTS, 6) == before
 
@@ -389,7 +389,7 @@ def test_a_complete_update_may_be_plain_or_quantised(folders):
 def test_a_plain_checkpoint_is_quantised_while_it_loads(folders, make, element, bound, model):
     source = folders.plain("fp8-block", model)
     engine = make(model=str(source), quantization=element)
-    loaded = engine.loop.runner.model
+    loaded = engine.loop.executor.worker.runner.model
     matrices = [module for module in loaded.modules() if hasattr(module, "codes")]
     assert len(matrices) == {"dense": 8, "moe": 12}[model]
     plain = {name: slot.read().float() for name, slot in loaded.weight_slots().items()}

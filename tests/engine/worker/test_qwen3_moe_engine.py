@@ -115,5 +115,5 @@ def test_dummy_weights_serve(make):
 def test_int4_stores_experts_in_4_bits(folder):
     with engines(model=str(folder), dtype="auto", cpu_weight_format="int4") as make:
         engine = make()
-        assert engine.loop.runner.model.layers[0].mlp.experts.down.linear_weight.format == "int4"
+        assert engine.loop.executor.worker.runner.model.layers[0].mlp.experts.down.linear_weight.format == "int4"
         assert [len(tokens) for tokens in tokens_of(engine)] == [20] * len(PROMPTS)
