@@ -49,7 +49,7 @@ class WeightScheme:
     act_order: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Quantization:
     """The quantisation of a checkpoint.
 
@@ -61,6 +61,9 @@ class Quantization:
     method: str
     schemes: tuple[tuple[tuple[str, ...], WeightScheme], ...]
     ignored: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{self.method} ({self.element})"
 
     @property
     def element(self) -> str:

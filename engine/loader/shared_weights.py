@@ -39,8 +39,8 @@ def share_weights(trainer: nn.Module, model: ServedModel) -> int:
             continue
         if type(slot) is not WeightSlot:
             problems.append(
-                f"{name}: the engine stores it quantised, or as part of another tensor; serve with "
-                "cpu_weight_format bf16 or fp32, or host the Megatron-Core model instead of sharing it"
+                f"{name}: the engine stores it quantised, or as part of another tensor; serve plain weights without "
+                "quantization, or host the Megatron-Core model instead of sharing it"
             )
             continue
         targets[name] = slot.target

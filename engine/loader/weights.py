@@ -214,7 +214,7 @@ def check_update(
         problem = _tensor_problem(plain if _is_plain(plain, name, tensor) else slots, name, tensor)
         if problem is None and name in staged:
             problem = f"{name} appears twice"
-        if problem is None and check_finite and not bool(torch.isfinite(tensor).all()):
+        if problem is None and check_finite and not bool(torch.isfinite(tensor.float()).all()):
             problem = f"{name} contains NaN or infinity"
         if problem is None:
             staged[name] = tensor

@@ -23,6 +23,7 @@ from engine.config import EngineConfig, ResolvedConfig, cache_folder
 from engine.distributed.process_group import join_ranks, leave_ranks
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
+from engine.layers.formats import ScaledWeight
 from engine.layers.int4 import int4_available
 from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, format_dtype, gguf_config, load_gguf
 from engine.loader.quantized import describe, weight_methods
@@ -338,6 +339,11 @@ def load_model(
     if model_config.quantization is not None:
         methods = weight_methods(model_config, parallel, _files(config, source))
         model = build_model(model_config, dtype, device, config.max_model_len, parallel, methods)
+        if not any(isinstance(getattr(one, "method", None), ScaledWeight) for one in model.module.modules()):
+            raise ModelError(
+                f"{source.name} has no linear layer that is stored quantised ({model_config.quantization}): leave "
+                "quantization out, or download the model again"
+            )
     elif weight_format == "int4":
         model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
     else:

@@ -70,6 +70,7 @@ def adapted(text: str, live: RunningServer, tiny_model: Path) -> str:
     """Return the block for this test's server and model."""
     address = live.url.removeprefix("http://")
     text = re.sub(r"(?:localhost|127\.0\.0\.1):8000", address, text)
+    text = re.sub(r"\./my-model(?![-\w])", str(tiny_model), text)
     text = text.replace(".venv/bin/encore", "encore").replace(f'model="{DEFAULT_MODEL}"', f'model="{tiny_model}"')
     # A command with --url names a model that the server serves.
     return re.sub(rf"(encore run ){DEFAULT_MODEL}(?!.*--url)", rf"\g<1>{tiny_model}", text)

@@ -39,6 +39,21 @@ def test_parameters_are_counted_without_allocating(llama: ModelConfig, tiny_mode
 
 
 @pytest.mark.parametrize(
+    ("settings", "bytes_per_weight"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.5 + (4 + 1) / 128),
+        ({"quant_method": "mxfp4"}, 0.5 + 1 / 32),
+    ],
+)
+def test_quantised_weights_take_the_bytes_of_their_format(settings: dict, bytes_per_weight: float) -> None:
+    count, found = weight_bytes(config_from_dict({**LLAMA_8B, "quantization_config": settings}), torch.bfloat16)
+    linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert count == 8_030_261_248
+    assert found == pytest.approx(2 * (count - linear) + bytes_per_weight * linear, rel=1e-6)
+
+
+@pytest.mark.parametrize(
     ("gib", "device", "fits"),
     [(8, "cpu", False), (15, "cpu", False), (24, "cpu", True), (16, "cuda:0", False), (24, "cuda:0", True)],
 )

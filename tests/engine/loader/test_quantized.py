@@ -20,6 +20,7 @@ from engine.layers.weight_method import PLAIN
 from engine.loader.weights import check_update, load_hf_folder, stage_update, write_update
 from engine.models.registry import config_from_folder
 from tests.engine.lively import PROMPTS, Reference, write_lively_model
+from tests.support import toy_models
 from tests.support.engines import engines, greedy_tokens
 from tests.support.quantized import FORMATS, compressed, integers, quantize_folder
 from tests.support.qwen3_moe import write_lively_moe
@@ -430,3 +431,10 @@ def test_the_log_says_what_is_stored_and_computed(folders, make, caplog):
 def test_dummy_weights_are_quantised(folders, make):
     engine = make(model=str(folders.quantized("gptq")), load_format="dummy")
     assert all(len(tokens) == 4 for tokens in greedy_tokens(engine, PROMPTS, 4))
+
+
+def test_a_family_without_linear_layers_of_the_engine_is_not_quantised_silently(tmp_path, make, monkeypatch):
+    monkeypatch.setattr("engine.models.registry.installed_entries", lambda: (toy_models.ENTRY,))
+    toy_models.write_toy(tmp_path, ["attention"])
+    with pytest.raises(ModelError, match="can't be quantised: its class stores plain weights only"):
+        make(model=str(tmp_path), quantization="fp8")
