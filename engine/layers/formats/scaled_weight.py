@@ -138,7 +138,15 @@ class ScaledWeight(WeightMethod):
         return {name: Stored(CheckpointSlot(self, region, name), 0, 1) for name in self.checkpoint_tensors(region)}
 
     def region(self, layer: Any, start: int, rows: int, expert: int | None) -> Region:
-        """Return the region of a checkpoint's matrix that one rank stores whole."""
+        """Return the region of a checkpoint's matrix that one rank stores whole.
+
+        Raises ModelError for rows that begin or end within a block of scales of the storage.
+        """
+        if start % layer.scale_rows or rows % layer.scale_rows:
+            raise ModelError(
+                f"rows {start} to {start + rows} of a {self.element.name} weight begin or end within a block of "
+                f"{layer.scale_rows} rows that share a scale: they can't be stored apart"
+            )
         inputs = layer.weight_shape[-1]
         return Region(layer, expert, start, rows, inputs, outputs=rows, inputs=inputs)
 

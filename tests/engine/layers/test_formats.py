@@ -130,15 +130,15 @@ def test_experts_have_weights_and_scales_of_their_own(name: str) -> None:
     for expert in range(3):
         for start in (0, width):
             tensors, weight = FORMATS[name].matrix(generator, width, inputs)
-            slots = experts.slots("m", expert, start, width)
+            slots = method.slots(experts, start, width, expert)
             for last, tensor in tensors.items():
-                slots[f"m.{last}"].write(tensor)
+                slots[last].slot.write(tensor)
             wanted.append(torch.from_numpy(np.ascontiguousarray(weight)).float())
     assert torch.equal(experts.dense(torch.float32), torch.stack([*wanted]).view(3, 2 * width, inputs))
     tensors, weight = FORMATS[name].matrix(generator, inputs, 2 * width)
-    slots = down.slots("m", 1, 0, inputs)
+    slots = method.slots(down, 0, inputs, 1)
     for last, tensor in tensors.items():
-        slots[f"m.{last}"].write(tensor)
+        slots[last].slot.write(tensor)
     assert torch.equal(down.dense(torch.float32)[1], torch.from_numpy(np.ascontiguousarray(weight)).float())
 
 
