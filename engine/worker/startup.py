@@ -246,6 +246,7 @@ def worker_of_model(
             ("device", config.device, str(model.device)),
             ("dtype", config.dtype, model.config.dtype),
             ("cpu_weight_format", config.cpu_weight_format, "auto"),
+            ("quantization", config.quantization or "auto", "no quantised weights"),
         ):
             if given not in ("auto", found):
                 raise ConfigError(f"{name}={given!r} was requested, but the given model has {found}: leave it out")

@@ -10,9 +10,12 @@ In each, W = weight * scale, whatever the scale is called.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from engine.layers.formats.elements import FP8
 from engine.layers.formats.region import CheckpointTensor, Region
-from engine.layers.formats.scaled_weight import ScaledWeight, not_finite, scale_tensor, unused
+from engine.layers.formats.scaled_weight import ScaledWeight, scale_tensor, unused
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 
@@ -21,8 +24,13 @@ def fp8_codes(method: ScaledWeight, region: Region) -> CheckpointTensor:
     """Return the tensor of the codes [outputs, inputs]."""
     shape = (region.outputs, region.inputs)
     return CheckpointTensor(
-        (shape,), (FP8,), lambda codes: method.store_codes(region, codes), lambda: method.load_codes(region), not_finite
+        (shape,), (FP8,), lambda codes: method.store_codes(region, codes), lambda: method.load_codes(region), _has_nan
     )
+
+
+def _has_nan(codes: Tensor) -> str | None:
+    """Return what is wrong with codes: NaN, the bytes 0x7f and 0xff. There is no infinity."""
+    return "contains NaN" if bool((codes.view(torch.uint8) & 127 == 127).any()) else None
 
 
 def scale_shapes(method: ScaledWeight, region: Region) -> tuple[tuple[int, ...], ...]:

@@ -174,7 +174,9 @@ def test_a_pipeline_stage_and_forward_hooks_are_rejected_together():
         serve(model)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"cpu_weight_format": "int4"}, {"kernels": "fused"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"cpu_weight_format": "int4"}, {"quantization": "fp8"}, {"kernels": "fused"}]
+)
 def test_settings_that_contradict_the_model_are_rejected(options):
     model = gpt()
     with pytest.raises(ConfigError, match=next(iter(options))):
