@@ -1,22 +1,42 @@
-"""Families of dense decoders that their options describe: Llama, Mistral, Qwen2 and Qwen3."""
+"""Families of dense decoders that their options describe, without a reader of their config.json."""
 
 from __future__ import annotations
 
-from engine.models.config import Family
+from engine.models.config import ALL_ACTIVATIONS, Family, LayerNorms, TensorNames
+
+POST_NORMS = LayerNorms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+GATE_UP = ("gate_up_proj",)
+GLM_IDS = {"eos_token_id": [151329, 151336, 151338]}
 
 FAMILIES = (
-    Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias_key=True),
+    Family(architecture="LlamaForCausalLM", model_type="llama", activations=ALL_ACTIVATIONS, mlp_bias_key="mlp_bias"),
     Family(
         architecture="MistralForCausalLM",
         model_type="mistral",
+        activations=ALL_ACTIVATIONS,
         qkv_bias=False,
         output_bias=False,
         window="always",
         default_window=4096,
     ),
     Family(
+        architecture="MinistralForCausalLM",
+        model_type="ministral",
+        activations=ALL_ACTIVATIONS,
+        qkv_bias=False,
+        output_bias=False,
+        window="listed",
+        default_window=4096,
+    ),
+    Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
+        activations=ALL_ACTIVATIONS,
         qkv_bias=True,
         output_bias=False,
         window="flagged",
@@ -25,9 +45,115 @@ FAMILIES = (
     Family(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
+        activations=ALL_ACTIVATIONS,
         qk_norm=True,
         window="flagged",
         default_window=4096,
         defaults={"head_dim": 128},
+    ),
+    Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        activations=ALL_ACTIVATIONS,
+        names=TensorNames(qkv=("qkv_proj",), gate_up=GATE_UP),
+        qkv_bias=False,
+        output_bias=False,
+        partial_rotary=True,
+        rope_aliases={"yarn": "longrope"},
+        window="always",
+    ),
+    Family(
+        architecture="OlmoForCausalLM",
+        model_type="olmo",
+        defaults={"eos_token_id": 50279, "layer_norm_eps": 1e-5},
+        eps_key="layer_norm_eps",
+        fixed={"clip_qkv": (), "layer_norm_eps": (1e-5,)},
+        activations=ALL_ACTIVATIONS,
+        norm="layer_plain",
+    ),
+    Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        activations=ALL_ACTIVATIONS,
+        norms=POST_NORMS,
+        qk_norm=True,
+        qk_norm_kind="all_heads",
+    ),
+    Family(
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279, "rope_theta": 500000.0},
+        activations=ALL_ACTIVATIONS,
+        norms=POST_NORMS,
+        qk_norm=True,
+        qk_norm_kind="all_heads",
+        rope_by_layer="rope_theta",
+        rope_kinds_by_layer=("default", "linear", "llama3", "yarn"),
+        window="listed",
+        default_window=4096,
+        window_pattern=4,
+    ),
+    Family(
+        architecture="Starcoder2ForCausalLM",
+        model_type="starcoder2",
+        defaults={
+            "norm_epsilon": 1e-5,
+            "num_key_value_heads": 2,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        eps_key="norm_epsilon",
+        activations=ALL_ACTIVATIONS,
+        default_activation="gelu_pytorch_tanh",
+        names=TensorNames(gate_up=("c_fc",), down="c_proj"),
+        norm="layer_bias",
+        bias_key="use_bias",
+        mlp_bias_key="use_bias",
+        gated_mlp=False,
+        window="always",
+    ),
+    Family(
+        architecture="GlmForCausalLM",
+        model_type="glm",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            **GLM_IDS,
+        },
+        activations=ALL_ACTIVATIONS,
+        names=TensorNames(gate_up=GATE_UP),
+        output_bias=False,
+        partial_rotary=True,
+        rope_interleaved=True,
+    ),
+    Family(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            **GLM_IDS,
+        },
+        activations=ALL_ACTIVATIONS,
+        names=TensorNames(gate_up=GATE_UP),
+        norms=LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        output_bias=False,
+        partial_rotary=True,
+        rope_interleaved=True,
     ),
 )
