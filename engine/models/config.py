@@ -24,6 +24,8 @@ __all__ = ["MAX_CONTEXT", "MAX_LAYERS", "MAX_NUMBER", "MAX_SIZE", "Family", "Fie
 
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
 ALL_ACTIVATIONS = tuple(ACTIVATIONS)
+FACTORS = ("embedding_scale", "residual_scale", "logit_scale")
+"""Fields of ModelConfig in which None stands for 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class TensorNames:
 class Family:
     """Properties of an architecture that its config.json doesn't state, and how that file is read.
 
-    - defaults: values of keys that are absent or null. A key without one must be present.
+    - defaults: values of keys that are absent or null. A key without one must be present. Null is no token id, and as
+      many KV heads as heads.
     - fixed: for keys that change what a model computes, the values that are supported, beside null and absence.
     - numbers: fields of ModelConfig and the keys of their values: factors and bounds. An absent key has its value in
       `defaults`, or None; null is None.
@@ -254,7 +257,9 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
     fields = Fields({**values, **family.defaults, **given}, where)
     _reject_unsupported(fields, family)
     heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    kv_heads = heads  # of null; an absent key may have another default
+    if "num_key_value_heads" not in values or values["num_key_value_heads"] is not None:
+        kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     hidden = fields.integer("hidden_size")
@@ -266,7 +271,8 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
     rope, local_rope = _read_ropes(fields, family, max_positions, head_dim)
     bias = fields.flag(family.bias_key)
     qk_norm = family.qk_norm if family.qk_norm_key is None else fields.flag(family.qk_norm_key)
-    bos = fields.token_ids("bos_token_id")
+    ids = Fields({**family.defaults, **values}, where)  # null is none
+    bos = ids.token_ids("bos_token_id")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -302,7 +308,7 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
         embedding_scale_in_dtype=family.embedding_scale_in_dtype,
         **_read_numbers(values, fields, family),
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=fields.token_ids("eos_token_id"),
+        eos_token_ids=ids.token_ids("eos_token_id"),
         dtype=_dtype(fields),
     )
 
@@ -334,7 +340,8 @@ def _read_numbers(values: Mapping[str, Any], fields: Fields, family: Family) -> 
     found: dict[str, float | None] = {}
     for name, key in family.numbers.items():
         absent = values[key] is None if key in values else family.defaults.get(key) is None
-        found[name] = None if absent else fields.number(key)
+        value = None if absent else fields.number(key)
+        found[name] = None if name in FACTORS and value == 1.0 else value
     return found
 
 

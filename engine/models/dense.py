@@ -18,6 +18,7 @@ FAMILIES = (
     Family(
         architecture="MistralForCausalLM",
         model_type="mistral",
+        defaults={"num_key_value_heads": 8},
         activations=ALL_ACTIVATIONS,
         qkv_bias=False,
         output_bias=False,
@@ -27,6 +28,7 @@ FAMILIES = (
     Family(
         architecture="MinistralForCausalLM",
         model_type="ministral",
+        defaults={"num_key_value_heads": 8},
         activations=ALL_ACTIVATIONS,
         qkv_bias=False,
         output_bias=False,
@@ -36,6 +38,7 @@ FAMILIES = (
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
+        defaults={"num_key_value_heads": 32},
         activations=ALL_ACTIVATIONS,
         qkv_bias=True,
         output_bias=False,
@@ -49,7 +52,7 @@ FAMILIES = (
         qk_norm=True,
         window="flagged",
         default_window=4096,
-        defaults={"head_dim": 128},
+        defaults={"head_dim": 128, "num_key_value_heads": 32},
     ),
     Family(
         architecture="Phi3ForCausalLM",

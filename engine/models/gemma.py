@@ -25,7 +25,7 @@ IDS = {"bos_token_id": 2, "eos_token_id": 1}
 GEMMA = Family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
-    defaults={"head_dim": 256, "tie_word_embeddings": True, **IDS},
+    defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True, **IDS},
     # hidden_activation replaces hidden_act, whose "gelu" means the tanh approximation too
     activation_key="hidden_activation",
     activations=ACTIVATIONS,
@@ -38,6 +38,7 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
     defaults={
+        "num_key_value_heads": 4,
         "head_dim": 256,
         "tie_word_embeddings": True,
         SCALAR: 256,

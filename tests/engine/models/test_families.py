@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.errors import ModelError
 from engine.loader.weights import load_hf_folder
+from engine.models import config_from_dict
 from engine.models.registry import ENTRIES
-from tests.support.families import FAMILIES, VARIANTS, load_reference, tiny_folder
+from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference, tiny_folder
 from tests.support.parity import check_against
 
 MAX_LEN = 128  # below the trained context of phi3-short, above the one of phi3-long-partial
@@ -32,3 +36,21 @@ def test_logits_and_tensor_names_equal_transformers(family: str, tmp_path: Path)
         exported = dict(model.named_weights())
         assert exported.keys() == stored.keys()
         assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_have_the_values_of_transformers(family: str) -> None:
+    config = config_of(family)
+    [architecture] = [entry.family.architecture for entry in ENTRIES if entry.family.model_type == family]
+    values, absent = json.loads(config.to_json_string(use_diff=False)), 0
+    for key in values.keys() - {"architectures", "model_type", "dtype", "bos_token_id", "eos_token_id"}:
+        rest = {name: value for name, value in values.items() if name != key}
+        try:
+            found = config_from_dict({**rest, "architectures": [architecture]})
+        except ModelError as error:
+            assert f"{key!r} must be" in str(error) or key == "num_hidden_layers"  # a key that is needed
+            continue
+        filled = type(config).from_dict(copy.deepcopy(rest)).to_dict()
+        assert found == config_from_dict({**filled, "architectures": [architecture]}), key
+        absent += 1
+    assert absent > 10
