@@ -23,7 +23,7 @@ from tests.engine.lively import MANY, PROMPTS, SETTINGS, greedy
 from tests.support.installed import install_entry_point
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/adding-a-model.md"
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 16, 1.3
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 16, 1.4
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
     "model_type": "toy",
