@@ -69,7 +69,8 @@ class RMSNorm(_Norm):
 class LayerNorm(nn.Module):
     """LayerNorm: y = weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension, for any leading shape.
 
-    y is a new tensor of x's dtype, computed in float32. `weight`, `bias`: whether the norm has them.
+    y is a new tensor of x's dtype, computed in float32. `weight`, `bias`: whether the norm has them. `weight_offset`:
+    the factor is 1 + weight (Nemotron).
     """
 
     def __init__(
@@ -81,9 +82,10 @@ class LayerNorm(nn.Module):
         *,
         weight: bool = True,
         bias: bool = False,
+        weight_offset: bool = False,
     ):
         super().__init__()
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.weight_offset = size, eps, weight_offset
 
         def parameter(present: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False) if present else None
@@ -91,7 +93,8 @@ class LayerNorm(nn.Module):
         self.weight, self.bias = parameter(weight), parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        weight = self.weight + 1.0 if self.weight_offset and self.weight is not None else self.weight
+        return F.layer_norm(x, (self.size,), weight, self.bias, self.eps)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the parameters' Hugging Face names to their slots."""

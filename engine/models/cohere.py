@@ -34,6 +34,7 @@ COHERE2 = Family(
     model_type="cohere2",
     defaults=DEFAULTS,
     eps_key="layer_norm_eps",
+    fixed={"position_embedding_type": ("rope_gptj",), "rotary_pct": (1, 1.0)},
     activations=ALL_ACTIVATIONS,
     numbers={"logit_scale": "logit_scale"},
     norms=LayerNorms(before_mlp=None),

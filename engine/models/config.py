@@ -128,7 +128,7 @@ class ModelConfig:
     - attention_bias: whether q, k and v have biases; output_bias: whether attention's output projection has one.
     - windows: the window of each layer, None for full attention; empty if no layer has one.
     - attention_scale: the factor of the attention scores; None: 1 / sqrt(head_dim). attention_softcap: scores are
-      softcap * tanh(scores / softcap); None: unbounded.
+      softcap * tanh(scores / softcap); None: unbounded. qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip].
     - rope_theta, rope_scaling: the rotary embedding. local_rope_theta, local_rope_scaling: the one of layers with a
       window, if it differs. rotary_dim: how many elements of a head it rotates, None for all. rope_interleaved: it
       rotates neighbouring elements together, instead of i and i + rotary_dim / 2. nope_layers: layers without it.
@@ -179,6 +179,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    qkv_clip: float | None = None
     embedding_scale: float | None = None
     embedding_scale_in_dtype: bool = False
     residual_scale: float | None = None
@@ -221,7 +222,11 @@ class ModelConfig:
         full = FullAttentionSpec(**shared)
         if not self.windows:
             return (full,) * self.num_layers
-        return tuple(full if size is None else SlidingWindowSpec(**shared, size=size) for size in self.windows)
+        # full attention has faster kernels, and a window that no context exceeds is the same
+        return tuple(
+            full if size is None or size >= self.context_length else SlidingWindowSpec(**shared, size=size)
+            for size in self.windows
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the fields whose values differ from a Llama's, and all fields of a subclass.

@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     size, eps = config.hidden_size, config.rms_norm_eps
     if config.norm == "rms":
         return RMSNorm(size, eps, dtype, device, weight_offset=config.norm_offset)
-    return LayerNorm(size, eps, dtype, device, **LAYER_NORMS[config.norm])
+    return LayerNorm(size, eps, dtype, device, weight_offset=config.norm_offset, **LAYER_NORMS[config.norm])
 
 
 def make_qk_norm(config: ModelConfig, options: LayerOptions) -> HeadNorm | AllHeadsNorm | PerHeadLayerNorm | None:
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         rope = config.rope_index(index)
         self.rope = None if rope is None else slice(2 * rope, 2 * rope + 2)  # cos and sin in context.rope
-        self.interleaved = config.rope_interleaved
+        self.interleaved, self.clip = config.rope_interleaved, config.qkv_clip
         q_rows, kv_rows = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.qkv = split_linear(
             config.names.qkv,
@@ -78,6 +78,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         qk = qkv[:, : heads + kv_heads]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)

@@ -182,7 +182,8 @@ def test_sliding_windows_apply_only_where_enabled(changes: dict[str, Any], windo
     config = read(**changes)
     assert config.windows == windows
     assert config.context_length == 128
-    assert [spec.window for spec in config.cache_specs()] == list(windows or (None,) * 3)
+    # the context has 128 tokens, so a larger window is full attention
+    assert [spec.window or 4096 for spec in config.cache_specs()] == [size or 4096 for size in windows or (None,) * 3]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,13 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({**MISTRAL, "layer_types": ["full_attention"] * 3}, "'layer_types' must be null, or 3 times"),
         ({**WINDOWS, "layer_types": ["sliding_attention"]}, "'layer_types' must be a list of 3"),
         ({**WINDOWS, "layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of 3"),
-        ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "'clip_qkv' must be null, found 8.0"),
+        ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0}, "'clip_qkv' must be a number above 0"),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "'qk_layernorm' must be false"),
+        ({"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "'attention_out_bias' must be false"),
+        (
+            {"architectures": ["Cohere2ForCausalLM"], "position_embedding_type": "alibi"},
+            "'position_embedding_type' must",
+        ),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1}, "'attn_logit_softcapping' must be"),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "must be false"),
         ({"architectures": ["GemmaForCausalLM"], "hidden_act": "relu"}, "'hidden_act' must be"),

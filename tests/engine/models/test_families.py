@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import ModelError
-from engine.loader.weights import load_hf_folder
-from engine.models import config_from_dict
+from engine.layers.int4 import Int4Weight, int4_available
+from engine.loader.cpu_formats import build_int4_model
+from engine.loader.weights import load_dummy, load_hf_folder, load_weights
+from engine.models import build_model, config_from_dict
 from engine.models.registry import ENTRIES
+from tests.support.attention import prefill_attention
 from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference, tiny_folder
-from tests.support.parity import check_against
+from tests.support.parity import check_against, make_cache
 
 MAX_LEN = 128  # below the trained context of phi3-short, above the one of phi3-long-partial
 DENSE = [name for name in FAMILIES if name != "qwen3_moe"]
@@ -54,3 +57,23 @@ def test_absent_keys_have_the_values_of_transformers(family: str) -> None:
         assert found == config_from_dict({**filled, "architectures": [architecture]}), key
         absent += 1
     assert absent > 10
+
+
+@pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
+@pytest.mark.parametrize("family", DENSE)
+@torch.no_grad()
+def test_4_bit_weights_compute_what_they_store(family: str) -> None:
+    [architecture] = [entry.family.architecture for entry in ENTRIES if entry.family.model_type == family]
+    values = json.loads(config_of(family, intermediate_size=128).to_json_string(use_diff=False))
+    config = config_from_dict({**values, "architectures": [architecture]})
+    model = build_int4_model(config, torch.bfloat16, MAX_LEN)
+    load_dummy(model)
+    assert any(isinstance(layer.method, Int4Weight) for layer in model.modules() if hasattr(layer, "method"))
+    exact = build_model(config, torch.float32, "cpu", MAX_LEN)
+    load_weights(exact, ((name, tensor.float()) for name, tensor in model.named_weights()), family)
+    tokens, positions = torch.arange(40) * 31 % 320, torch.arange(40)
+    found, wanted = (
+        one.compute_logits(one(tokens, positions, prefill_attention(make_cache(one), [(0, 40)], [range(1, 6)])))
+        for one in (model, exact)
+    )
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
