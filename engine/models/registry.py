@@ -23,6 +23,7 @@ from engine.models.cohere import COHERE, COHERE2, read_cohere2_config
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.dense import FAMILIES
+from engine.models.exaone4 import EXAONE4, read_exaone4_config
 from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
 from engine.models.granite import GRANITE, read_granite_config
 from engine.models.interface import Model
@@ -53,6 +54,7 @@ ENTRIES = (
     Entry(SMOLLM3, read_smollm3_config),
     Entry(COHERE),
     Entry(COHERE2, read_cohere2_config),
+    Entry(EXAONE4, read_exaone4_config),
 )
 
 

@@ -90,6 +90,7 @@ FAMILIES = {
     "seed_oss": Tiny("SeedOssConfig", {"head_dim": 16}),
     "cohere": Tiny("CohereConfig", {"logit_scale": 0.25}),
     "cohere2": Tiny("Cohere2Config", {"logit_scale": 0.25, "sliding_window": WINDOW}),
+    "exaone4": Tiny("Exaone4Config", {"sliding_window": WINDOW}),
     "glm": Tiny("GlmConfig", {"head_dim": 16}),
     "glm4": Tiny("Glm4Config", {"head_dim": 16}),
 }
@@ -137,6 +138,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
     "smollm3-windows": ("smollm3", {"use_sliding_window": True, "sliding_window": WINDOW}),
     "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "hidden_act": "relu2"}),
+    "exaone4-no-windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "cohere-qk-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True}),
     "glm4-whole-heads": ("glm4", {"attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}),
 }

@@ -213,9 +213,10 @@ def test_a_model_that_cannot_be_split_names_every_size(columns, advice) -> None:
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
-def test_ranks_store_their_parts_of_the_quantised_model() -> None:
+@pytest.mark.parametrize("case", ["llama", "phi3-joined"])
+def test_ranks_store_their_parts_of_the_quantised_model(case: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = empty_model("llama", intermediate_size=128, **sizes).config
+    config = empty_model(case, intermediate_size=128, **sizes).config
     whole, *parts = (
         build_int4_model(config, torch.bfloat16, parallel=parallel)
         for parallel in (SINGLE_RANK, TensorParallel(0, 2), TensorParallel(1, 2))

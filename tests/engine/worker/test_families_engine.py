@@ -23,7 +23,13 @@ LONG = [5 + 7 * place % 300 for place in range(6 * WINDOW)]
 FEW = [7, 11, 40, 101, 250]  # tokens of a text that repeats pairs, for which the drafter has proposals
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+PARTS_OF_OTHERS = {"ministral", "gemma", "olmo", "stablelm", "seed_oss", "glm", "exaone4"}  # nothing that others lack
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=[pytest.mark.slow] if family in PARTS_OF_OTHERS else []) for family in FAMILIES],
+)
 def folder(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param), tiny_model)
 
