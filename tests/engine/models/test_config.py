@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,61 @@ def test_unsupported_values_are_rejected_by_field_name(changes: dict[str, Any], 
     with pytest.raises(ModelError, match=message) as caught:
         config_from_dict({**BASE, **changes}, "somewhere/config.json")
     assert "somewhere/config.json" in str(caught.value)
+
+
+PUBLISHED = {
+    # as in public checkpoints, but for the sizes
+    "Olmo3ForCausalLM": (
+        {
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {"context_length": 65536, "local_rope_theta": 5e5, "local_rope_scaling": None, "windows": (4096, 4096, None)},
+    ),
+    "Phi3ForCausalLM": (
+        {
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "long_factor": [1, 32.5] * 24, "short_factor": [1.0] * 48},
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+        },
+        {"context_length": 131072, "rotary_dim": 96, "tie_word_embeddings": True},
+    ),
+    "GraniteForCausalLM": (
+        {
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+        },
+        {"attention_scale": 1 / 128, "embedding_scale": 12, "logit_scale": 1 / 16, "residual_scale": 0.22},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_configs_are_read(architecture: str) -> None:
+    changes, expected = PUBLISHED[architecture]
+    config = read(architectures=[architecture], **changes)
+    assert {name: getattr(config, name) for name in expected} == expected
+    if architecture == "Phi3ForCausalLM":
+        assert config.rope_scaling is not None and config.rope_scaling.kind == "longrope"
+        assert config.rope_scaling.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+        assert {spec.window for spec in config.cache_specs()} == {None}  # the window is wider than the context
 
 
 def test_supported_architectures_are_named() -> None:

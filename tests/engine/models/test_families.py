@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from engine.errors import ModelError
 from engine.layers.int4 import Int4Weight, int4_available
 from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import load_dummy, load_hf_folder, load_weights
-from engine.models import build_model, config_from_dict
+from engine.models import ModelConfig, build_model, config_from_dict
 from engine.models.registry import ENTRIES
 from tests.support.attention import prefill_attention
 from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference, tiny_folder
@@ -59,13 +60,51 @@ def test_absent_keys_have_the_values_of_transformers(family: str) -> None:
     assert absent > 10
 
 
+def config_in_engine(family: str, **changes: Any) -> ModelConfig:
+    """Return the engine's config of a tiny model."""
+    config = config_of(family, **changes)
+    [architecture] = [entry.family.architecture for entry in ENTRIES if entry.family.model_type == config.model_type]
+    values = json.loads(config.to_json_string(use_diff=False))
+    return config_from_dict({**values, "architectures": [architecture]})
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", ["attention_softcap=5.0", "logit_softcap=20.0", "norm_offset=True"]),
+        ("phi3-long-partial", ["rotary_dim=12"]),
+        ("olmo2", ["qk_norm_kind='all_heads'", "norms="]),
+        ("granite", ["residual_scale=0.22", "embedding_scale=12.0", "logit_scale=0.125"]),
+        ("smollm3", ["nope_layers="]),
+        ("starcoder2", ["gated_mlp=False", "norm='layer_bias'", "activation='gelu_pytorch_tanh'"]),
+        ("cohere", ["parallel_block=True", "rope_interleaved=True"]),
+        ("olmo-clip", ["qkv_clip=0.8"]),
+        ("olmo3", ["local_rope_theta="]),
+    ],
+)
+def test_fused_kernels_refuse_options_by_name(family: str, options: list[str]) -> None:
+    model = build_model(config_in_engine(family), torch.float32, "cpu", MAX_LEN)
+    with pytest.raises(ModelError, match="has parts that no fused kernel computes") as caught:
+        model.fused(1, 1)
+    assert all(option in str(caught.value) for option in options)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "phi3-short"])
+def test_fused_kernels_read_windows_and_joined_tensors(family: str) -> None:
+    model = build_model(config_in_engine(family), torch.float32, "cpu", MAX_LEN)
+    load_dummy(model)
+    slots, layer = model.weight_slots(), model.tensors().layer(3)
+    names = model.config.names
+    for found, prefix, parts in ((layer.qkv, "self_attn", names.qkv), (layer.gate_up, "mlp", names.gate_up)):
+        stored = [slots[f"model.layers.3.{prefix}.{part}.weight"].read() for part in parts]
+        assert torch.equal(found.weight, torch.cat(stored))
+
+
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
 @pytest.mark.parametrize("family", DENSE)
 @torch.no_grad()
 def test_4_bit_weights_compute_what_they_store(family: str) -> None:
-    [architecture] = [entry.family.architecture for entry in ENTRIES if entry.family.model_type == family]
-    values = json.loads(config_of(family, intermediate_size=128).to_json_string(use_diff=False))
-    config = config_from_dict({**values, "architectures": [architecture]})
+    config = config_in_engine(family, intermediate_size=128)
     model = build_int4_model(config, torch.bfloat16, MAX_LEN)
     load_dummy(model)
     assert any(isinstance(layer.method, Int4Weight) for layer in model.modules() if hasattr(layer, "method"))
