@@ -356,6 +356,8 @@ def _read_ropes(fields: Fields, family: Family, max_positions: int, head_dim: in
         aliases = ROPE_ALIASES | family.rope_aliases
         partial = family.partial_rotary
         return read_rope(fields.values, max_positions, head_dim, fields.where, partial=partial, aliases=aliases), None
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.error("partial_rotary_factor", "1.0 (rotation of whole heads)")
     thetas = ((FULL, "rope_theta"), (SLIDING, family.rope_by_layer))
     full, local = (
         read_layer_rope(

@@ -235,6 +235,7 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({**WINDOWS, "layer_types": ["sliding_attention"]}, "'layer_types' must be a list of 3"),
         ({**WINDOWS, "layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of 3"),
         ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0}, "'clip_qkv' must be a number above 0"),
+        ({"architectures": ["Gemma3ForCausalLM"], "partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1.0"),
         ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "'qk_layernorm' must be false"),
         ({"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "'attention_out_bias' must be false"),
         (
