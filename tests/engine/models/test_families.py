@@ -22,6 +22,7 @@ from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference
 from tests.support.parity import check_against, make_cache
 
 MAX_LEN = 128  # below the trained context of phi3-short, above the one of phi3-long-partial
+QUANTISED = {"gemma2", "phi3", "olmo2", "starcoder2", "cohere", "glm4"}  # other names, norms and MLPs than Llama's
 DENSE = [name for name in FAMILIES if name != "qwen3_moe"]
 
 
@@ -101,7 +102,9 @@ def test_fused_kernels_read_windows_and_joined_tensors(family: str) -> None:
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUANTISED else [pytest.mark.slow]) for name in DENSE]
+)
 @torch.no_grad()
 def test_4_bit_weights_compute_what_they_store(family: str) -> None:
     config = config_in_engine(family, intermediate_size=128)
