@@ -172,7 +172,7 @@ def tiny_folder(family: str, folder: Path, tokenizer: Path | None = None, **chan
 
 
 def load_reference(folder: Path) -> transformers.PreTrainedModel:
-    """Load the float32 model of a folder in transformers. Its other attention kernels ignore soft-caps of scores."""
+    """Load the float32 model of a folder in transformers. Its SDPA attention refuses soft-caps of scores."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
