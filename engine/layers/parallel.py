@@ -134,7 +134,8 @@ class VocabParallelEmbedding(Embedding):
 class VocabParallelHead(Linear):
     """LM head whose rows are split: hidden [N, h] -> float32 logits [N, vocab], gathered on every rank without padding.
 
-    `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses.
+    `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses. `bias`:
+    whether the head has a bias, not with a tied weight.
     """
 
     def __init__(
@@ -146,22 +147,29 @@ class VocabParallelHead(Linear):
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
         tied: torch.nn.Parameter | None = None,
+        bias: bool = False,
     ):
         part = parallel.vocab_part(vocab)
         device = device if tied is None else torch.device("meta")  # a tied head needs no storage of its own
-        super().__init__({"lm_head": part.rows}, hidden, bias=False, dtype=dtype, device=device)
+        super().__init__({"lm_head": part.rows}, hidden, bias=bias, dtype=dtype, device=device)
         self.vocab, self.parallel = vocab, parallel
         if tied is None:
             self.weight.data[part.used :].zero_()
         else:
             self.weight = tied
+        if self.bias is not None:
+            self.bias.data[part.used :].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.gather_columns(linear_float32(x, self.weight), self.vocab)
+        logits = linear_float32(x, self.weight)
+        return self.parallel.gather_columns(logits if self.bias is None else logits + self.bias, self.vocab)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        """Map the weight's Hugging Face name to this rank's rows."""
-        return {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+        """Map the parameters' Hugging Face names to this rank's rows."""
+        slots = {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+        if self.bias is not None:
+            slots[f"{prefix}.lm_head.bias"] = _vocab_slot(self.bias, self.vocab, self.parallel)
+        return slots
 
 
 def embed_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
@@ -207,4 +215,4 @@ def _vocab_slot(weight: Tensor, vocab: int, parallel: TensorParallel) -> Slot:
     if parallel.size == 1:
         return WeightSlot(weight)
     part = parallel.vocab_part(vocab)
-    return PartSlot(weight.data[: part.used], (vocab, weight.shape[1]), 0, part.first)
+    return PartSlot(weight.data[: part.used], (vocab, *weight.shape[1:]), 0, part.first)

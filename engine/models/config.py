@@ -71,7 +71,7 @@ class Family:
     - qk_norm: whether q and k have norms. qk_norm_kind: which ones, see ModelConfig. qk_norm_key: the key that decides.
     - bias_key: the key of biases in attention. qkv_bias, output_bias: whether attention projections have biases; None:
       as the config says.
-    - mlp_bias_key: the key of biases in the MLP; None: it has none.
+    - mlp_bias_key: the key of biases in the MLP; None: it has them if `mlp_bias`. head_bias: whether the head has one.
     - gated_mlp, parallel_block, rope_interleaved, embedding_scale_in_dtype: see ModelConfig.
     - partial_rotary: whether the config can rotate a part of each head. rope_aliases: names of kinds of scaling.
     - rope_by_layer: None, or the key of the rotary base of layers with a window, if they have another rotary embedding
@@ -103,6 +103,8 @@ class Family:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias_key: str | None = None
+    mlp_bias: bool = False
+    head_bias: bool = False
     gated_mlp: bool = True
     parallel_block: bool = False
     partial_rotary: bool = False
@@ -126,6 +128,7 @@ class ModelConfig:
     - qk_norm: whether q and k have norms. qk_norm_kind: "head" (RMSNorm of each head, one weight for all), "all_heads"
       (RMSNorm of all heads as one vector) or "layer" (LayerNorm of each head, a weight per head).
     - attention_bias: whether q, k and v have biases; output_bias: whether attention's output projection has one.
+    - head_bias: whether the head has a bias.
     - windows: the window of each layer, None for full attention; empty if no layer has one.
     - attention_scale: the factor of the attention scores; None: 1 / sqrt(head_dim). attention_softcap: scores are
       softcap * tanh(scores / softcap); None: unbounded. qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip].
@@ -164,6 +167,7 @@ class ModelConfig:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     activation: str = "silu"
     gated_mlp: bool = True
     names: TensorNames = TensorNames()
@@ -299,7 +303,8 @@ def read_model_config(values: Mapping[str, Any], family: Family, where: str) -> 
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=family.mlp_bias_key is not None and fields.flag(family.mlp_bias_key),
+        mlp_bias=family.mlp_bias if family.mlp_bias_key is None else fields.flag(family.mlp_bias_key),
+        head_bias=family.head_bias,
         activation=_activation(fields, family),
         gated_mlp=family.gated_mlp,
         names=family.names,

@@ -82,6 +82,7 @@ class Decoder(Model, nn.Module):
             device=device,
             parallel=parallel,
             tied=self.embedding.weight if config.tie_word_embeddings else None,
+            bias=config.head_bias,
         )
 
         def rotary(theta: float, scaling: RopeScaling | None) -> RotaryTable:

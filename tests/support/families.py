@@ -64,6 +64,7 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 40, "sliding_window": WINDOW, "sliding_window_pattern": 3},
     ),
+    "phi": Tiny("PhiConfig"),
     "phi3": Tiny("Phi3Config", {"sliding_window": WINDOW}),
     "olmo": Tiny("OlmoConfig"),
     "olmo2": Tiny("Olmo2Config"),

@@ -22,7 +22,15 @@ from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference
 from tests.support.parity import check_against, make_cache
 
 MAX_LEN = 128  # below the trained context of phi3-short, above the one of phi3-long-partial
-QUANTISED = {"gemma2", "phi3", "olmo2", "starcoder2", "cohere", "glm4"}  # other names, norms and MLPs than Llama's
+QUANTISED = {
+    "gemma2",
+    "phi3",
+    "olmo2",
+    "starcoder2",
+    "cohere",
+    "glm4",
+    "phi",
+}  # other names, norms and MLPs than Llama's
 DENSE = [name for name in FAMILIES if name != "qwen3_moe"]
 
 

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2},
     "phi3-joined": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "phi-head-bias": {"architectures": ["PhiForCausalLM"]},
     "olmo2-norm-over-heads": {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True},
     "cohere-qk-norms": {"architectures": ["CohereForCausalLM"], "use_qk_norm": True, "logit_scale": 4.0},
     "starcoder2-plain-mlp": {"architectures": ["Starcoder2ForCausalLM"]},
