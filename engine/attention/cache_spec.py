@@ -22,11 +22,16 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec:
-    """Keys and values of every earlier token. `scale` multiplies the attention scores; None: head_dim ** -0.5."""
+    """Keys and values of every earlier token.
+
+    `scale` multiplies the attention scores; None: head_dim ** -0.5. `softcap` bounds the scaled scores, as
+    softcap * tanh(scores / softcap); None: unbounded.
+    """
 
     kv_heads: int
     head_dim: int
     scale: float | None = None
+    softcap: float | None = None
 
     @property
     def window(self) -> int | None:
@@ -72,6 +77,10 @@ class LatentSpec:
 
     @property
     def window(self) -> None:
+        return None
+
+    @property
+    def softcap(self) -> None:
         return None
 
     @property

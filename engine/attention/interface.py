@@ -47,6 +47,7 @@ class Support:
     - devices, dtypes: types of device and of the KV cache.
     - specs: types of cache specs.
     - max_head_dim: largest head size.
+    - softcap: attention scores can be bounded.
     - dynamic_lengths: decode reads lengths from device memory, so that one graph serves any context. Otherwise each
       context bucket is a graph variant.
     - captures_prefill: prefill needs no host values, so it can be captured. Decode always can.
@@ -57,6 +58,7 @@ class Support:
     dtypes: frozenset[torch.dtype]
     specs: frozenset[type[PagedSpec]]
     max_head_dim: int
+    softcap: bool
     dynamic_lengths: bool
     captures_prefill: bool
     fuses_rotary: bool
@@ -71,6 +73,8 @@ class Support:
             return f"layers with {', '.join(unknown)}"
         if (head_dim := max((spec.head_dim for spec in specs), default=0)) > self.max_head_dim:
             return f"head size {head_dim} (at most {self.max_head_dim})"
+        if not self.softcap and any(spec.softcap is not None for spec in specs):
+            return "soft-caps of attention scores"
         return None
 
 

@@ -44,29 +44,47 @@ def gather_layer(kv: KVCache, layer: int, table: Tensor) -> tuple[Tensor, Tensor
     return keys, gather_pages(kv.v[layer], table)
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attend with scores bounded by softcap * tanh(scores / softcap), in float32; scaled_dot_product_attention can't.
+
+    q [..., L, D], k and v [..., S, D], and the additive mask, broadcast. Returns [..., L, D] in q's dtype.
+    """
+    scores = torch.tanh(q.float() @ k.float().mT * (scale / softcap)) * softcap + mask
+    return (scores.softmax(dim=-1) @ v.float()).type_as(q)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Attend with one query token per sequence to its pages; return [b, H * D].
 
-    q [b, H, D]; k, v [b * P * page_size, KV, D] from `gather_layer`; mask from `decode_mask` with width P * page_size.
-    The H / KV query heads of a KV head are passed as query length, so keys are never repeated.
+    q [b, H, D]; k, v [b * P * page_size, KV, D] from `gather_layer`; mask from `decode_mask` with width P * page_size;
+    `softcap` as in `capped_attention`. The H / KV query heads of a KV head are passed as query length, so keys are
+    never repeated.
     """
     batch, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (k, v))
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    if softcap is not None:
+        return capped_attention(grouped, k, v, mask, scale, softcap).reshape(batch, -1)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, -1)
 
 
 def prefill_mask(
-    start: int, length: int, dtype: torch.dtype, device: torch.device, window: int | None = None
+    start: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
+    *,
+    additive: bool = False,
 ) -> Tensor:
     """Return the causal mask [length, start + length] of queries from position `start` over keys from 0.
 
-    Additive on a CPU and with a window. Else, on CUDA, it is torch's causal_lower_right, which lets SDPA use its flash
-    kernel without a mask.
+    Additive on a CPU, with a window, and if `additive`. Else, on CUDA, it is torch's causal_lower_right, which lets
+    SDPA use its flash kernel without a mask.
     """
-    if device.type == "cuda" and window is None:
+    if device.type == "cuda" and window is None and not additive:
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: 1.5 s that a CPU saves
 
         return causal_lower_right(length, start + length)
@@ -78,11 +96,18 @@ def prefill_mask(
     return mask
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None = None) -> Tensor:
     """Attend with one sequence's chunk q [L, H, D] to k, v [S, KV, D], S >= L; return [L, H * D].
 
-    `mask` is from `prefill_mask`; None if S == L, for plain causal attention.
+    `mask` is from `prefill_mask`; None if S == L, for plain causal attention. With a `softcap`, as in
+    `capped_attention`, it must be additive.
     """
+    if softcap is not None:
+        assert mask is not None
+        grouped = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [KV, H / KV, L, D]
+        keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (k, v))
+        out = capped_attention(grouped, keys, values, mask, scale, softcap)
+        return out.permute(2, 0, 1, 3).reshape(len(q), -1)
     q_heads, k_heads, v_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q_heads,
@@ -108,6 +133,7 @@ class SdpaBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec, LatentSpec}),
         max_head_dim=1024,
+        softcap=True,
         dynamic_lengths=False,
         captures_prefill=False,
         fuses_rotary=False,
@@ -154,7 +180,7 @@ class SdpaDecode:
         kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
         kv.write(layer, self._slots[group], k, v)
         keys, values = gather_layer(kv, layer, self._tables[group])
-        return decode(q, keys, values, self._masks[group], spec.softmax_scale)
+        return decode(q, keys, values, self._masks[group], spec.softmax_scale, spec.softcap)
 
 
 class SdpaPrefill:
@@ -173,9 +199,10 @@ class SdpaPrefill:
 
     def _mask(self, start: int, length: int, window: int | None) -> Tensor | None:
         """Return the mask of a chunk; None if plain causal attention over its own keys is enough."""
-        if start == 0 and (window is None or length <= window):
+        capped = any(spec.softcap is not None for spec in self._kv.paged.values())
+        if start == 0 and (window is None or length <= window) and not capped:
             return None
-        return prefill_mask(start, length, self._kv.dtype, self._kv.device, window)
+        return prefill_mask(start, length, self._kv.dtype, self._kv.device, window, additive=capped)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
         kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
@@ -191,5 +218,5 @@ class SdpaPrefill:
             if start:  # a chunk that starts at 0 needs no gather: all its keys are in k
                 used = table[: -(-(start + length) // kv.page_size)]
                 keys, values = (x[: start + length] for x in gather_layer(kv, layer, used))
-            outs.append(prefill(q[rows], keys, values, mask, spec.softmax_scale))
+            outs.append(prefill(q[rows], keys, values, mask, spec.softmax_scale, spec.softcap))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

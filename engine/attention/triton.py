@@ -42,6 +42,7 @@ class TritonBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec}),
         max_head_dim=256,
+        softcap=False,
         dynamic_lengths=True,
         captures_prefill=True,
         fuses_rotary=True,

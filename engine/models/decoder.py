@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.norm import RMSNorm
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
-from engine.layers.rotary import RotaryTable
+from engine.layers.rotary import RopeScaling, RotaryTable
 from engine.layers.weight_method import WeightMethods, plain_weights
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import DecoderTensors, HeadLayout, LayerTensors
 from engine.models.interface import ForwardContext, Model, tensor_kinds
-from engine.models.layer import DecoderLayer, GatedMLP
+from engine.models.layer import DecoderLayer, GatedMLP, make_norm
 from engine.models.options import LayerOptions
 
 GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
@@ -36,8 +35,8 @@ GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
 FUSED_OPTIONS = frozenset(
-    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm sliding_window windows
-    attention_scale scaled_positions num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
+    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows names attention_scale
+    scaled_positions num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
     bos_token_id eos_token_ids dtype""".split()
 )
 """Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
@@ -51,7 +50,7 @@ class Decoder(Model, nn.Module):
     `self.config` has the attention heads, KV heads and MLP columns of one rank. `methods` chooses how each linear layer
     stores its weight.
 
-    Raises ModelError if max_len exceeds the config's sliding window, or if heads or MLP columns can't be split evenly.
+    Raises ModelError if heads or MLP columns can't be split evenly.
     """
 
     def __init__(
@@ -66,11 +65,6 @@ class Decoder(Model, nn.Module):
         super().__init__()
         device = torch.device(device)
         max_len = config.context_length if max_len is None else max_len
-        if config.sliding_window is not None and max_len > config.sliding_window:
-            raise ModelError(
-                f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
-                f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
-            )
         self.config, self.parallel = rank_config(config, parallel.size), parallel
         self.dtype, self.device, self.max_len = dtype, device, max_len
         self.embedding = VocabParallelEmbedding(
@@ -80,7 +74,7 @@ class Decoder(Model, nn.Module):
         self.layers = nn.ModuleList(
             self.make_layer(config, index, f"model.layers.{index}", options) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, weight_offset=config.norm_offset)
+        self.norm = make_norm(config, dtype, device)
         self.lm_head = VocabParallelHead(
             config.vocab_size,
             config.hidden_size,
@@ -88,15 +82,18 @@ class Decoder(Model, nn.Module):
             device=device,
             parallel=parallel,
             tied=self.embedding.weight if config.tie_word_embeddings else None,
+            bias=config.head_bias,
         )
-        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
-        self.local_rotary = None
+
+        def rotary(theta: float, scaling: RopeScaling | None) -> RotaryTable:
+            dims, interleaved = config.rotary_dim or config.head_dim, config.rope_interleaved
+            return RotaryTable(dims, theta, scaling, max_len, dtype, device, interleaved=interleaved)
+
+        self.rotary, self.local_rotary = rotary(config.rope_theta, config.rope_scaling), None
         if config.local_rope_theta is not None:
-            self.local_rotary = RotaryTable(
-                config.head_dim, config.local_rope_theta, config.local_rope_scaling, max_len, dtype, device
-            )
-        self.embedding_scale = None
-        if config.embedding_scale is not None:
+            self.local_rotary = rotary(config.local_rope_theta, config.local_rope_scaling)
+        self.embedding_scale = config.embedding_scale
+        if config.embedding_scale is not None and config.embedding_scale_in_dtype:
             # rounded as in training: in bfloat16, sqrt(3072) is 55.5
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -124,10 +121,11 @@ class Decoder(Model, nn.Module):
         return self.kinds_of_modules()
 
     def kinds_of_modules(self) -> Sequence[Hashable]:
-        """Return the kind of each layer by its cache spec, the types of its modules, and their tensors."""
+        """Return the kind of each layer by its cache spec, rotary embedding, types of modules, and tensors."""
+        rope_index = self.config.rope_index
         return [
-            (spec, tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
-            for spec, layer in zip(self.cache_specs(), self.layers, strict=True)
+            (spec, rope_index(index), tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
+            for index, (spec, layer) in enumerate(zip(self.cache_specs(), self.layers, strict=True))
         ]
 
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
@@ -135,7 +133,7 @@ class Decoder(Model, nn.Module):
         return hidden if self.embedding_scale is None else hidden * self.embedding_scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Positions int64 [T] -> cos and sin [T, 1, D]; then those of layers with a window, if they differ."""
+        """Positions int64 [T] -> cos and sin [T, 1, rotary_dim]; then those of layers with a window, if they differ."""
         values = self.rotary(positions)
         return values if self.local_rotary is None else (*values, *self.local_rotary(positions))
 
@@ -147,6 +145,8 @@ class Decoder(Model, nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, softcap = self.lm_head(self.final_norm(hidden)), self.config.logit_softcap
+        if self.config.logit_scale is not None:
+            logits = logits * self.config.logit_scale
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def weight_slots(self) -> dict[str, Slot]:
@@ -157,7 +157,7 @@ class Decoder(Model, nn.Module):
         slots: dict[str, Slot] = {**self.embedding.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}")
-        slots |= self.norm.slots("model.norm")
+        slots |= self.norm.slots(self.config.names.norm)
         if not self.config.tie_word_embeddings:
             slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
         return slots
@@ -289,6 +289,7 @@ class NativeTensors:
 
     @property
     def norm(self) -> Tensor:
+        assert self._model.norm.weight is not None  # unfused_parts refuses other norms than RMSNorm
         return self._model.norm.weight
 
     @property

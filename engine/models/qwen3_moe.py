@@ -22,7 +22,7 @@ def read_qwen3_moe_config(values: Mapping[str, Any], family: Family, where: str)
     base, fields = read_model_config(values, family, where), Fields(values, where)
     if fields.flag("use_sliding_window") and values.get("sliding_window", 0) is not None:
         # unlike Qwen3's, this window applies to every layer
-        base = replace(base, sliding_window=fields.integer("sliding_window", 4096))
+        base = replace(base, windows=(fields.integer("sliding_window", 4096),) * base.num_layers)
     # transformers 5 saves the number as num_local_experts
     experts_key = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
     experts = fields.integer(experts_key, high=MAX_EXPERTS)

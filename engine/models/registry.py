@@ -19,12 +19,16 @@ from engine.checkpoint.json_files import read_json_object
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
+from engine.models.cohere import COHERE, COHERE2, read_cohere2_config
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.dense import FAMILIES
-from engine.models.gemma3 import GEMMA3, read_gemma3_config
+from engine.models.exaone4 import EXAONE4, read_exaone4_config
+from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
+from engine.models.granite import GRANITE, read_granite_config
 from engine.models.interface import Model
 from engine.models.qwen3_moe import QWEN3_MOE, read_qwen3_moe_config
+from engine.models.smollm3 import SMOLLM3, read_smollm3_config
 
 ENTRY_POINT_GROUP = "encore.models"
 
@@ -43,7 +47,14 @@ class Entry(NamedTuple):
 ENTRIES = (
     *map(Entry, FAMILIES),
     Entry(QWEN3_MOE, read_qwen3_moe_config),
-    Entry(GEMMA3, read_gemma3_config),
+    Entry(GEMMA, read_gemma_config),
+    Entry(GEMMA2, read_gemma_config),
+    Entry(GEMMA3, read_gemma_config),
+    Entry(GRANITE, read_granite_config),
+    Entry(SMOLLM3, read_smollm3_config),
+    Entry(COHERE),
+    Entry(COHERE2, read_cohere2_config),
+    Entry(EXAONE4, read_exaone4_config),
 )
 
 

@@ -75,10 +75,10 @@ def test_unsupported_values_are_rejected_by_name(changes: dict[str, Any], messag
         config_from_dict({**VALUES, **changes})
 
 
-def test_a_sliding_window_bounds_the_length() -> None:
-    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": 32}).context_length == 32
-    assert config_from_dict({**VALUES, "use_sliding_window": False, "sliding_window": 32}).context_length == 128
-    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": None}).context_length == 128
+def test_a_sliding_window_applies_to_all_layers() -> None:
+    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": 32}).windows == (32,) * 4
+    assert config_from_dict({**VALUES, "use_sliding_window": False, "sliding_window": 32}).windows == ()
+    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": None}).windows == ()
 
 
 # ---- logits --------------------------------------------------------------------------------------------------------
