@@ -50,10 +50,9 @@ def test_logits_and_tensor_names_equal_transformers(family: str, tmp_path: Path)
     _, model = load_hf_folder(tmp_path, torch.float32, "cpu", MAX_LEN)
     stored = load_file(tmp_path / "model.safetensors")
     check_against(load_reference(tmp_path), model)
-    if family in DENSE:
-        exported = dict(model.named_weights())
-        assert exported.keys() == stored.keys()
-        assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+    exported = dict(model.named_weights())
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
