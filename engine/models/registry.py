@@ -27,8 +27,10 @@ from engine.models.exaone4 import EXAONE4, read_exaone4_config
 from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
 from engine.models.gpt_oss import GPT_OSS, read_gpt_oss_config
 from engine.models.granite import GRANITE, read_granite_config
+from engine.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, read_granite_moe_config
 from engine.models.interface import Model
 from engine.models.mixtral import MIXTRAL, read_mixtral_config
+from engine.models.olmoe import OLMOE, read_olmoe_config
 from engine.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, read_qwen2_moe_config, read_qwen3_moe_config
 from engine.models.smollm3 import SMOLLM3, read_smollm3_config
 
@@ -52,6 +54,9 @@ ENTRIES = (
     Entry(QWEN2_MOE, read_qwen2_moe_config),
     Entry(MIXTRAL, read_mixtral_config),
     Entry(GPT_OSS, read_gpt_oss_config),
+    Entry(OLMOE, read_olmoe_config),
+    Entry(GRANITE_MOE, read_granite_moe_config),
+    Entry(GRANITE_MOE_SHARED, read_granite_moe_config),
     Entry(GEMMA, read_gemma_config),
     Entry(GEMMA2, read_gemma_config),
     Entry(GEMMA3, read_gemma_config),

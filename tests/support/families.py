@@ -77,6 +77,26 @@ FAMILIES = {
             },
         },
     ),
+    "olmoe": Tiny("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoe": Tiny(
+        "GraniteMoeConfig",
+        {
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeSharedConfig",
+        {
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 80,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+        },
+    ),
     "gemma": Tiny("GemmaConfig", {"head_dim": 16}),
     "gemma2": Tiny(
         "Gemma2Config",
@@ -194,6 +214,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "num_experts_per_tok": 8,
         },
+    ),
+    "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "granitemoeshared-tied-no-shared": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 0, "attention_bias": True, "tie_word_embeddings": True},
     ),
     "glm4-whole-heads": ("glm4", {"attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}),
 }

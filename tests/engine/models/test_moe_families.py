@@ -21,7 +21,7 @@ from tests.support.families import config_of, load_reference, tiny_folder
 from tests.support.gloo_ranks import run_ranks
 from tests.support.parity import make_cache, pages_per_group
 
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared")
 
 
 def values_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -85,6 +85,7 @@ def test_experts_that_are_missing_or_misshapen_are_named_as_in_the_checkpoint() 
         ("mixtral", {"num_local_experts": 2000}, "'num_local_experts' must be a whole number from 1 to 1024"),
         ("mixtral", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quant"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be a whole"),
+        ("olmoe", {"clip_qkv": 8.0}, "'clip_qkv' must be null, found 8.0"),
         ("qwen2_moe", {"mlp_only_layers": "all"}, "'mlp_only_layers' must be a list of layer indices, found 'all'"),
         (
             "qwen2_moe",
