@@ -132,7 +132,8 @@ class ModelConfig:
     - head_bias: whether the head has a bias.
     - windows: the window of each layer, None for full attention; empty if no layer has one.
     - attention_scale: the factor of the attention scores; None: 1 / sqrt(head_dim). attention_softcap: scores are
-      softcap * tanh(scores / softcap); None: unbounded. qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip].
+      softcap * tanh(scores / softcap); None: unbounded.
+    - qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip], after the norms of q and k.
     - rope_theta, rope_scaling: the rotary embedding. local_rope_theta, local_rope_scaling: the one of layers with a
       window, if it differs. rotary_dim: how many elements of a head it rotates, None for all. rope_interleaved: it
       rotates neighbouring elements together, instead of i and i + rotary_dim / 2. nope_layers: layers without it.

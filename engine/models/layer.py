@@ -85,15 +85,15 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk = qkv[:, : heads + kv_heads]
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
+        if self.clip is not None:
+            qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
         if self.rope is not None:
             qk = rotate(qk, *context.rope[self.rope], interleaved=self.interleaved)
         sinks = () if self.sinks is None else (self.sinks,)
-        out = context.attention(self.index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], *sinks)
+        out = context.attention(self.index, qk[:, :heads], qk[:, heads:], v, *sinks)
         return self.o(out)
 
     def slots(self, prefix: str) -> dict[str, Slot]:

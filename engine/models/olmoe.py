@@ -17,7 +17,7 @@ OLMOE = Family(
         "num_experts_per_tok": 8,
         "rms_norm_eps": 1e-5,
     },
-    fixed={"clip_qkv": ()},
+    numbers={"qkv_clip": "clip_qkv"},
     qk_norm=True,
     qk_norm_kind="all_heads",
 )

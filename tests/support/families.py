@@ -145,6 +145,8 @@ FAMILIES = {
 }
 """By model_type."""
 
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared")
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases-gelu": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
@@ -215,7 +217,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 8,
         },
     ),
-    "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": 0.8}),
     "granitemoeshared-tied-no-shared": (
         "granitemoeshared",
         {"shared_intermediate_size": 0, "attention_bias": True, "tie_word_embeddings": True},

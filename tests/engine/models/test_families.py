@@ -18,9 +18,10 @@ from engine.loader.weights import load_dummy, load_hf_folder, load_weights
 from engine.models import ModelConfig, build_model, config_from_dict
 from engine.models.registry import ENTRIES
 from tests.support.attention import prefill_attention
-from tests.support.families import FAMILIES, VARIANTS, config_of, load_reference, tiny_folder
+from tests.support.families import FAMILIES, VARIANTS, WITH_EXPERTS, config_of, load_reference, tiny_folder
 from tests.support.parity import check_against, make_cache
 
+DENSE = [family for family in FAMILIES if family not in WITH_EXPERTS]
 MAX_LEN = 128  # below the trained context of phi3-short, above the one of phi3-long-partial
 QUANTISED = {
     "gemma2",

@@ -12,15 +12,14 @@ import torch
 from engine import Engine
 from engine.errors import WeightUpdateError
 from tests.engine.lively import PROMPTS, Reference
-from tests.engine.models.test_moe_families import MOE
 from tests.support.engines import DEVICES, engines, greedy_tokens
-from tests.support.families import load_reference, tiny_folder
+from tests.support.families import WITH_EXPERTS, load_reference, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from Triton: Python's ast, numpy scalars
 COUNT = 12
 
 
-@pytest.fixture(scope="module", params=MOE)
+@pytest.fixture(scope="module", params=WITH_EXPERTS)
 def folder(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param), tiny_model)
 
