@@ -9,6 +9,7 @@ Shapes: T tokens, h hidden size, E experts, k experts per token, I an expert's i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,66 @@ class Router(nn.Module):
         if self.bias is not None:
             slots[f"{prefix}.bias"] = WeightSlot(self.bias)
         return slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouting:
+    """How a SigmoidRouter chooses and weighs.
+
+    - groups, groups_used: the experts are in `groups` equal groups, of which a token uses `groups_used`.
+    - scale: the factor of the weights.
+    """
+
+    groups: int = 1
+    groups_used: int = 1
+    scale: float = 1.0
+
+
+class SigmoidRouter(nn.Module):
+    """Choose k experts per token by sigmoid(x Wᵀ) + bias, W [E, h], and weigh them by the sigmoids (DeepSeek-V3).
+
+    Computes in float32. With groups, only experts of the groups with the largest sums of their two best are chosen.
+    `normalize`: scale each token's k weights to a sum of 1, before `routing.scale`.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        routing: SigmoidRouting,
+        *,
+        normalize: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.top_k, self.routing, self.normalize = top_k, routing, normalize
+        self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=dtype, device=device), requires_grad=False)
+        bias = torch.empty(experts, dtype=torch.float32, device=device)  # of the choice alone: 16 bits would change it
+        self.choice_bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights, float32 [T, k], and the experts, int64 [T, k], of x [T, h]."""
+        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        choice, groups = scores + self.choice_bias, self.routing.groups
+        if groups > 1:
+            grouped = choice.unflatten(-1, (groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.routing.groups_used, dim=-1).indices
+            unused = torch.ones_like(choice[:, :groups], dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(unused.unsqueeze(-1), float("-inf")).flatten(1)
+        experts = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.routing.scale, experts
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """Map the Hugging Face names of the weight and the bias to their slots."""
+        return {
+            f"{prefix}.weight": WeightSlot(self.weight),
+            f"{prefix}.e_score_correction_bias": WeightSlot(self.choice_bias),
+        }
 
 
 class ExpertWeights(nn.Module):
@@ -225,7 +286,7 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        router: Router,
+        router: Router | SigmoidRouter,
         experts: Experts,
         shared: SharedExpert | None = None,
         names: ExpertNames = ExpertNames(),  # noqa: B008 (immutable)

@@ -16,6 +16,7 @@ from engine.attention.cache_spec import CacheSpec, FullAttentionSpec, SlidingWin
 from engine.errors import ModelError
 from engine.layers.activation import ACTIVATIONS, ALIASES, SWIGLU, GatedActivation
 from engine.layers.expert_names import ExpertNames
+from engine.layers.moe import SigmoidRouting
 from engine.layers.rotary import RopeScaling
 from engine.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_NUMBER, MAX_SIZE, Fields
 from engine.models.rope_fields import ALIASES as ROPE_ALIASES
@@ -147,6 +148,8 @@ class ModelConfig:
     - num_experts: the number of experts of the layers in `sparse_layers`, of which each token uses experts_per_token;
       normalize_weights scales a token's weights to a sum of 1. `intermediate_size` is the width of a dense MLP,
       moe_intermediate_size the width of an expert.
+    - sigmoid_routing: how a SigmoidRouter chooses; None: experts are chosen by softmax.
+    - draft_layers: how many layers for drafts follow the model's own in the checkpoint; they are not loaded.
     - router_bias, expert_bias: whether the router, and each expert's matrices, have biases. expert_activation: the
       activation of the experts. shared_expert_size: the width of the MLP of all tokens beside the experts, 0 if there
       is none; shared_expert_gate: whether it has a gate. expert_names: the names of these tensors.
@@ -201,6 +204,8 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     normalize_weights: bool = False
     sparse_layers: frozenset[int] = frozenset()
+    sigmoid_routing: SigmoidRouting | None = None
+    draft_layers: int = 0
     router_bias: bool = False
     expert_bias: bool = False
     expert_activation: GatedActivation = SWIGLU

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ FUSED_OPTIONS = frozenset(
     """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows names attention_scale
     attention_sinks scaled_positions
     num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
-    router_bias expert_bias expert_activation shared_expert_size shared_expert_gate expert_names
-    bos_token_id eos_token_ids dtype""".split()
+    sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
+    expert_names bos_token_id eos_token_ids dtype""".split()
 )
 """Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
 
@@ -164,11 +165,22 @@ class Decoder(Model, nn.Module):
     def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return `tensors` under the checkpoint's names, MXFP4 ones dequantised; see ExpertNames.checkpoint_tensors."""
         config = self.config
+        if config.draft_layers:
+            tensors = self._without_draft_layers(tensors)
         if not config.num_experts:
             return tensors
         if config.expert_names.interleaved:
             tensors = dequantised(tensors, self.device)
         return config.expert_names.checkpoint_tensors(tensors, config.num_experts)
+
+    def _without_draft_layers(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """Yield `tensors` without those of the layers for drafts that follow the decoder layers."""
+        first = self.config.num_layers
+        prefixes = tuple(f"model.layers.{first + index}." for index in range(self.config.draft_layers))
+        for item in tensors:
+            is_named = isinstance(item, tuple | list) and len(item) > 0 and isinstance(item[0], str)
+            if not is_named or not item[0].startswith(prefixes):
+                yield item
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage."""

@@ -8,13 +8,14 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.layers.activation import ACTIVATIONS
 from engine.layers.linear import Linear
-from engine.layers.moe import Experts, MoE, Router, SharedExpert
+from engine.layers.moe import Experts, MoE, Router, SharedExpert, SigmoidRouter
 from engine.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
 from engine.layers.parallel import ColumnParallelLinear, rank_rows, split_slot
 from engine.layers.rotary import rotate
@@ -164,15 +165,17 @@ def experts(config: ModelConfig, prefix: str, options: LayerOptions) -> MoE:
     """Create the router, the experts and the shared expert of the layer whose tensors' names begin with `prefix`."""
     hidden, names, parallel = config.hidden_size, config.expert_names, options.parallel
     parts = rank_rows({names.gate: config.moe_intermediate_size, names.up: config.moe_intermediate_size}, parallel)
-    router = Router(
-        config.num_experts,
-        config.experts_per_token,
-        hidden,
-        normalize=config.normalize_weights,
-        dtype=options.dtype,
-        device=options.device,
-        bias=config.router_bias,
-    )
+    sizes = (config.num_experts, config.experts_per_token, hidden)
+    shared: dict[str, Any] = {
+        "normalize": config.normalize_weights,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    router: Router | SigmoidRouter
+    if config.sigmoid_routing is None:
+        router = Router(*sizes, **shared, bias=config.router_bias)
+    else:
+        router = SigmoidRouter(*sizes, config.sigmoid_routing, **shared)
     routed = Experts(
         config.num_experts,
         hidden,

@@ -25,6 +25,7 @@ from engine.models.decoder import Decoder
 from engine.models.dense import FAMILIES
 from engine.models.exaone4 import EXAONE4, read_exaone4_config
 from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
+from engine.models.glm4_moe import GLM4_MOE, read_glm4_moe_config
 from engine.models.gpt_oss import GPT_OSS, read_gpt_oss_config
 from engine.models.granite import GRANITE, read_granite_config
 from engine.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, read_granite_moe_config
@@ -54,6 +55,7 @@ ENTRIES = (
     Entry(QWEN2_MOE, read_qwen2_moe_config),
     Entry(MIXTRAL, read_mixtral_config),
     Entry(GPT_OSS, read_gpt_oss_config),
+    Entry(GLM4_MOE, read_glm4_moe_config),
     Entry(OLMOE, read_olmoe_config),
     Entry(GRANITE_MOE, read_granite_moe_config),
     Entry(GRANITE_MOE_SHARED, read_granite_moe_config),

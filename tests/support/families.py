@@ -77,6 +77,18 @@ FAMILIES = {
             },
         },
     ),
+    "glm4_moe": Tiny(
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "olmoe": Tiny("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granitemoe": Tiny(
         "GraniteMoeConfig",
@@ -145,7 +157,7 @@ FAMILIES = {
 }
 """By model_type."""
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "granitemoeshared")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "olmoe", "granitemoe", "granitemoeshared")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases-gelu": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
@@ -217,6 +229,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
     "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": 0.8}),
     "granitemoeshared-tied-no-shared": (
         "granitemoeshared",
@@ -249,6 +272,9 @@ def tiny_folder(family: str, folder: Path, tokenizer: Path | None = None, **chan
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder
 
