@@ -34,7 +34,6 @@ QUANTISED = {
 }  # other names, norms and MLPs than Llama's
 # variants with a part that no tiny folder of a family has
 QUICK = {"llama-dynamic", "phi3-short", "phi3-long-partial", "cohere-qk-norms", "olmo-clip", "gemma2-one-kv-head"}
-DENSE = [name for name in FAMILIES if name != "qwen3_moe"]
 
 
 def test_every_family_has_a_tiny_folder() -> None:

@@ -59,3 +59,10 @@ def test_updated_experts_serve_without_a_new_capture(make, folder, stacked):
     assert dict(engine.stats().graphs["captures"]) == captures
     with pytest.raises(WeightUpdateError, match="experts.9.down"):
         engine.update_weights([("model.layers.0.mlp.experts.9.down", torch.zeros(3, 3))], version="bad")
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_tokens_of_one(folder):
+    with engines(model=str(folder), device="cpu", page_size=8) as make:
+        wanted = greedy_tokens(make(), PROMPTS, COUNT)
+        assert greedy_tokens(make(tensor_parallel_size=2), PROMPTS, COUNT) == wanted
