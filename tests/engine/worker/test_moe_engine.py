@@ -19,7 +19,13 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # from T
 COUNT = 12
 
 
-@pytest.fixture(scope="module", params=WITH_EXPERTS)
+LAYOUTS = {"mixtral", "gpt_oss", "granitemoe"}  # of experts in a checkpoint
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[] if one in LAYOUTS else [pytest.mark.slow]) for one in WITH_EXPERTS],
+)
 def folder(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param), tiny_model)
 
