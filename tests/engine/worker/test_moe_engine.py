@@ -11,6 +11,7 @@ import torch
 
 from engine import Engine
 from engine.errors import WeightUpdateError
+from engine.loader.weights import load_hf_folder
 from tests.engine.lively import PROMPTS, Reference
 from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.families import WITH_EXPERTS, load_reference, tiny_folder
@@ -50,7 +51,7 @@ def test_updated_experts_serve_without_a_new_capture(make, folder, stacked):
             tensor.mul_(-0.5)
     update: Any = list(own.items())
     if not stacked:
-        weights = engine.loop.runner.model.named_weights()
+        weights = load_hf_folder(folder, torch.float32, "cpu")[1].named_weights()
         layer = ("model.layers.",)
         routed = ("experts.", "input_linear.", "output_linear.")
         update = [
