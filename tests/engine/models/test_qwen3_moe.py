@@ -57,11 +57,11 @@ def test_both_names_of_the_number_of_experts_are_read(key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": None}, "'num_local_experts' must be a whole number"),
+        ({"num_experts": 0}, "'num_experts' must be a whole number"),
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' must be a whole number from 1 to 8, found 9"),
         ({"moe_intermediate_size": 20}, "'moe_intermediate_size' must be a multiple of 8, found 20"),
         ({"hidden_size": 36}, "'hidden_size' must be a multiple of 8, found 36"),
-        ({"moe_intermediate_size": None}, "'moe_intermediate_size' must be a whole number"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be a whole number"),
         ({"mlp_only_layers": "all"}, "'mlp_only_layers' must be a list of layer indices, found 'all'"),
         ({"mlp_only_layers": [-1]}, r"'mlp_only_layers' must be a list of layer indices, found \[-1\]"),
         ({"decoder_sparse_step": 0}, "'decoder_sparse_step' must be a whole number"),
