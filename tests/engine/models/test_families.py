@@ -33,7 +33,17 @@ QUANTISED = {
     "phi",
 }  # other names, norms and MLPs than Llama's
 # variants with a part that no tiny folder of a family has
-QUICK = {"llama-dynamic", "phi3-short", "phi3-long-partial", "cohere-qk-norms", "olmo-clip", "gemma2-one-kv-head"}
+QUICK = {
+    "llama-dynamic",
+    "phi3-short",
+    "phi3-long-partial",
+    "cohere-qk-norms",
+    "olmo-clip",
+    "gemma2-one-kv-head",
+    "glm4_moe-groups",
+    "qwen2_moe-windows",
+    "olmoe-normalized-biases",
+}
 
 
 def test_every_family_has_a_tiny_folder() -> None:
