@@ -25,13 +25,15 @@ class FullAttentionSpec:
     """Keys and values of every earlier token.
 
     `scale` multiplies the attention scores; None: head_dim ** -0.5. `softcap` bounds the scaled scores, as
-    softcap * tanh(scores / softcap); None: unbounded.
+    softcap * tanh(scores / softcap); None: unbounded. `sinks`: each query head has one more score, its sink, in the
+    softmax; its value is 0, so it only takes weight.
     """
 
     kv_heads: int
     head_dim: int
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def window(self) -> int | None:
@@ -82,6 +84,10 @@ class LatentSpec:
     @property
     def softcap(self) -> None:
         return None
+
+    @property
+    def sinks(self) -> bool:
+        return False
 
     @property
     def softmax_scale(self) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,3 +27,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 """Other names of the same functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedActivation:
+    """The activation of a gated MLP: (gate, up) -> the input of its last GEMM, all of one shape.
+
+    - limit None: silu(gate) * up.
+    - else: gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit` (gpt-oss).
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.limit is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+SWIGLU = GatedActivation()
+"""silu(gate) * up."""

@@ -14,7 +14,9 @@ from typing import Any
 
 from engine.attention.cache_spec import CacheSpec, FullAttentionSpec, SlidingWindowSpec
 from engine.errors import ModelError
-from engine.layers.activation import ACTIVATIONS, ALIASES
+from engine.layers.activation import ACTIVATIONS, ALIASES, SWIGLU, GatedActivation
+from engine.layers.expert_names import ExpertNames
+from engine.layers.moe import SigmoidRouting
 from engine.layers.rotary import RopeScaling
 from engine.models.fields import MAX_CONTEXT, MAX_LAYERS, MAX_NUMBER, MAX_SIZE, Fields
 from engine.models.rope_fields import ALIASES as ROPE_ALIASES
@@ -131,11 +133,13 @@ class ModelConfig:
     - head_bias: whether the head has a bias.
     - windows: the window of each layer, None for full attention; empty if no layer has one.
     - attention_scale: the factor of the attention scores; None: 1 / sqrt(head_dim). attention_softcap: scores are
-      softcap * tanh(scores / softcap); None: unbounded. qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip].
+      softcap * tanh(scores / softcap); None: unbounded.
+    - qkv_clip: q, k and v are clamped to [-qkv_clip, qkv_clip], after the norms of q and k.
     - rope_theta, rope_scaling: the rotary embedding. local_rope_theta, local_rope_scaling: the one of layers with a
       window, if it differs. rotary_dim: how many elements of a head it rotates, None for all. rope_interleaved: it
       rotates neighbouring elements together, instead of i and i + rotary_dim / 2. nope_layers: layers without it.
     - scaled_positions: whether max_position_embeddings already counts the scaling of RoPE.
+    - attention_sinks: whether each attention head has a sink, one more score in the softmax.
     - gated_mlp: whether the MLP computes down(act(gate(x)) * up(x)), or down(act(up(x))).
     - parallel_block: attention and MLP read the same hidden state; without a norm before the MLP, the same norm too.
     - embedding_scale: the factor of embeddings; embedding_scale_in_dtype: it is rounded to the model's dtype.
@@ -144,6 +148,11 @@ class ModelConfig:
     - num_experts: the number of experts of the layers in `sparse_layers`, of which each token uses experts_per_token;
       normalize_weights scales a token's weights to a sum of 1. `intermediate_size` is the width of a dense MLP,
       moe_intermediate_size the width of an expert.
+    - sigmoid_routing: how a SigmoidRouter chooses; None: experts are chosen by softmax.
+    - draft_layers: how many layers for drafts follow the model's own in the checkpoint; they are not loaded.
+    - router_bias, expert_bias: whether the router, and each expert's matrices, have biases. expert_activation: the
+      activation of the experts. shared_expert_size: the width of the MLP of all tokens beside the experts, 0 if there
+      is none; shared_expert_gate: whether it has a gate. expert_names: the names of these tensors.
     - eos_token_ids: all end-of-text ids.
     - dtype: the checkpoint's dtype, one of DTYPE_NAMES.
     """
@@ -184,6 +193,7 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     qkv_clip: float | None = None
+    attention_sinks: bool = False
     embedding_scale: float | None = None
     embedding_scale_in_dtype: bool = False
     residual_scale: float | None = None
@@ -194,6 +204,14 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     normalize_weights: bool = False
     sparse_layers: frozenset[int] = frozenset()
+    sigmoid_routing: SigmoidRouting | None = None
+    draft_layers: int = 0
+    router_bias: bool = False
+    expert_bias: bool = False
+    expert_activation: GatedActivation = SWIGLU
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
+    expert_names: ExpertNames = ExpertNames()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
@@ -213,7 +231,13 @@ class ModelConfig:
     def mlp_activations(self) -> int:
         """Elements per token that the widest MLP holds at once, beside its input."""
         routed = self.experts_per_token * (self.moe_intermediate_size + self.hidden_size)
-        return max(3 * self.intermediate_size, routed if self.sparse_layers else 0)
+        dense = self.intermediate_size if self.has_dense_layers else self.shared_expert_size
+        return max(3 * dense, routed if self.sparse_layers else 0)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has an MLP in place of experts."""
+        return len(self.sparse_layers) < self.num_layers
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Return what each decoder layer stores, in layer order."""
@@ -222,6 +246,7 @@ class ModelConfig:
             "head_dim": self.head_dim,
             "scale": self.attention_scale,
             "softcap": self.attention_softcap,
+            "sinks": self.attention_sinks,
         }
         full = FullAttentionSpec(**shared)
         if not self.windows:

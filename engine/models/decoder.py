@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.mxfp4 import dequantised
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.moe import EXPERT_ALIGNMENT
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RopeScaling, RotaryTable
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -30,14 +32,12 @@ from engine.models.interface import ForwardContext, Model, tensor_kinds
 from engine.models.layer import DecoderLayer, GatedMLP, make_norm
 from engine.models.options import LayerOptions
 
-GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
-"""Names of stacked experts, tensors [E, 2I, h] and [E, h, I], as in the modules of transformers 5."""
-
-
 FUSED_OPTIONS = frozenset(
     """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows names attention_scale
-    scaled_positions num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
-    bos_token_id eos_token_ids dtype""".split()
+    attention_sinks scaled_positions
+    num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
+    sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
+    expert_names bos_token_id eos_token_ids dtype""".split()
 )
 """Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
 
@@ -163,29 +163,24 @@ class Decoder(Model, nn.Module):
         return slots
 
     def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Yield `tensors` with stacked experts, of `GATE_UP` and `DOWN`, as views of each expert's matrices."""
-        if not self.config.num_experts:
+        """Return `tensors` under the checkpoint's names, MXFP4 ones dequantised; see ExpertNames.checkpoint_tensors."""
+        config = self.config
+        if config.draft_layers:
+            tensors = self._without_draft_layers(tensors)
+        if not config.num_experts:
             return tensors
-        return (part for item in tensors for part in (self._split(*item) if self._is_stacked(item) else (item,)))
+        if config.expert_names.interleaved:
+            tensors = dequantised(tensors, self.device)
+        return config.expert_names.checkpoint_tensors(tensors, config.num_experts)
 
-    def _is_stacked(self, item: Any) -> bool:
-        """Return whether the item, which a caller may have sent malformed, is a stacked tensor of as many experts."""
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            return False
-        name, tensor = item
-        if not isinstance(name, str) or not name.endswith((GATE_UP, DOWN)) or not isinstance(tensor, Tensor):
-            return False
-        return tensor.dim() == 3 and len(tensor) == self.config.num_experts
-
-    def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        prefix = name.rpartition(".")[0]
-        for index, matrix in enumerate(tensor):
-            if name.endswith(DOWN):
-                yield f"{prefix}.{index}.down_proj.weight", matrix
-            else:
-                gate, up = matrix.tensor_split(2)
-                yield f"{prefix}.{index}.gate_proj.weight", gate
-                yield f"{prefix}.{index}.up_proj.weight", up
+    def _without_draft_layers(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """Yield `tensors` without those of the layers for drafts that follow the decoder layers."""
+        first = self.config.num_layers
+        prefixes = tuple(f"model.layers.{first + index}." for index in range(self.config.draft_layers))
+        for item in tensors:
+            is_named = isinstance(item, tuple | list) and len(item) > 0 and isinstance(item[0], str)
+            if not is_named or not item[0].startswith(prefixes):
+                yield item
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage."""
@@ -212,24 +207,24 @@ class Decoder(Model, nn.Module):
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
     """Return `config` with the attention heads, KV heads and MLP columns of one of `ranks` tensor-parallel ranks.
 
-    Raises ModelError that lists every size that is not a multiple of `ranks`, and for experts, which can't be split.
+    Raises ModelError that lists every size that can't be split evenly.
     """
     if ranks == 1:
         return config
+    sizes = {"num_heads": ("attention heads", 1), "num_kv_heads": ("key and value heads", 1)}
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = ("MLP columns", 1)
     if config.num_experts:
-        raise ModelError(f"{config.architecture} can't be split, found tensor_parallel_size={ranks}: leave it out")
-    sizes = {
-        "num_heads": "attention heads",
-        "num_kv_heads": "key and value heads",
-        "intermediate_size": "MLP columns",
-    }
+        sizes["moe_intermediate_size"] = ("columns of an expert", EXPERT_ALIGNMENT)
+    if config.shared_expert_size:
+        sizes["shared_expert_size"] = ("columns of the shared expert", 1)
     problems = [
-        f"its {getattr(config, name)} {text} are not a multiple of {ranks}"
-        for name, text in sizes.items()
-        if getattr(config, name) % ranks
+        f"its {getattr(config, name)} {text} are not a multiple of {ranks * unit}"
+        for name, (text, unit) in sizes.items()
+        if getattr(config, name) % (ranks * unit)
     ]
     if problems:
-        divisor = math.gcd(*(getattr(config, name) for name in sizes))
+        divisor = math.gcd(*(getattr(config, name) // unit for name, (_, unit) in sizes.items()))
         raise ModelError(
             f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}. "
             + (f"Give a divisor of {divisor}" if divisor > 1 else "Leave tensor_parallel_size out")
@@ -281,6 +276,7 @@ class NativeTensors:
             down=mlp.down.linear_weight if dense else None,
             down_bias=mlp.down.bias if dense else None,
             mlp=None if dense else layer.mlp_part,
+            sinks=attn.sinks,
         )
 
     @property

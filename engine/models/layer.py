@@ -7,15 +7,19 @@ Shapes: T tokens, h hidden size, H query heads, KV key/value heads, D head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from engine.layers.activation import ACTIVATIONS
-from engine.layers.moe import MoE
+from engine.layers.linear import Linear
+from engine.layers.moe import Experts, MoE, Router, SharedExpert, SigmoidRouter
 from engine.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
-from engine.layers.parallel import ColumnParallelLinear
+from engine.layers.parallel import ColumnParallelLinear, rank_rows, split_slot
 from engine.layers.rotary import rotate
-from engine.layers.weight_slot import Slot
+from engine.layers.weight_slot import Slot, WeightSlot
 from engine.models.config import ModelConfig
 from engine.models.interface import ForwardContext
 from engine.models.options import LayerOptions
@@ -74,24 +78,31 @@ class SelfAttention(nn.Module):
         )
         self.o = options.row_linear(prefix, {config.names.output: hidden}, q_rows, bias=config.output_bias)
         self.qk_norm = make_qk_norm(config, options)
+        self.parallel, self.sinks = options.parallel, None
+        if config.attention_sinks:
+            sinks = torch.empty(self.heads, dtype=options.dtype, device=options.device)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk = qkv[:, : heads + kv_heads]
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
+        if self.clip is not None:
+            qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
         if self.rope is not None:
             qk = rotate(qk, *context.rope[self.rope], interleaved=self.interleaved)
-        out = context.attention(self.index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = context.attention(self.index, qk[:, :heads], qk[:, heads:], v, *sinks)
         return self.o(out)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         slots: dict[str, Slot] = {**self.qkv.slots(prefix), **self.o.slots(prefix)}
         if self.qk_norm is not None:
             slots |= self.qk_norm.slots(prefix)
+        if self.sinks is not None:
+            slots[f"{prefix}.sinks"] = split_slot(WeightSlot(self.sinks), 0, self.parallel)
         return slots
 
 
@@ -144,25 +155,51 @@ class PlainMLP(nn.Module):
 
 
 def make_mlp(config: ModelConfig, index: int, prefix: str, options: LayerOptions) -> GatedMLP | PlainMLP | MoE:
-    """Create the MLP or the experts of layer `index`."""
+    """Create the MLP or the experts of layer `index`; `prefix` begins the names of the layer's tensors."""
     if index in config.sparse_layers:
         return experts(config, prefix, options)
-    return GatedMLP(config, prefix, options) if config.gated_mlp else PlainMLP(config, prefix, options)
+    return (GatedMLP if config.gated_mlp else PlainMLP)(config, f"{prefix}.mlp", options)
 
 
 def experts(config: ModelConfig, prefix: str, options: LayerOptions) -> MoE:
-    """Create the router and experts of a layer."""
-    hidden, width = config.hidden_size, config.moe_intermediate_size
-    return MoE(
+    """Create the router, the experts and the shared expert of the layer whose tensors' names begin with `prefix`."""
+    hidden, names, parallel = config.hidden_size, config.expert_names, options.parallel
+    parts = rank_rows({names.gate: config.moe_intermediate_size, names.up: config.moe_intermediate_size}, parallel)
+    sizes = (config.num_experts, config.experts_per_token, hidden)
+    shared: dict[str, Any] = {
+        "normalize": config.normalize_weights,
+        "dtype": options.dtype,
+        "device": options.device,
+    }
+    router: Router | SigmoidRouter
+    if config.sigmoid_routing is None:
+        router = Router(*sizes, **shared, bias=config.router_bias)
+    else:
+        router = SigmoidRouter(*sizes, config.sigmoid_routing, **shared)
+    routed = Experts(
         config.num_experts,
-        config.experts_per_token,
         hidden,
-        width,
-        normalize=config.normalize_weights,
+        parts[names.gate],
         dtype=options.dtype,
         device=options.device,
-        method=options.methods(f"{prefix}.experts", {"gate_proj": width, "up_proj": width}, hidden),
+        method=options.methods(f"{prefix}.{names.experts}", parts, hidden),
+        bias=config.expert_bias,
+        activation=config.expert_activation,
+        parallel=parallel,
     )
+    return MoE(router, routed, _shared_expert(config, prefix, options), names)
+
+
+def _shared_expert(config: ModelConfig, prefix: str, options: LayerOptions) -> SharedExpert | None:
+    if not config.shared_expert_size:
+        return None
+    names = config.expert_names
+    mlp = GatedMLP(replace(config, intermediate_size=config.shared_expert_size), f"{prefix}.{names.shared}", options)
+    gate = None
+    if config.shared_expert_gate:
+        part = names.shared_gate.rpartition(".")[2]
+        gate = Linear({part: 1}, config.hidden_size, bias=False, dtype=options.dtype, device=options.device)
+    return SharedExpert(mlp, gate)
 
 
 class DecoderLayer(nn.Module):
@@ -187,7 +224,7 @@ class DecoderLayer(nn.Module):
         self.attn = SelfAttention(config, index, f"{prefix}.self_attn", options)
         self.attn_out_norm = norm(self.norms.after_attention)
         self.post_norm = norm(self.norms.before_mlp)
-        self.mlp = make_mlp(config, index, f"{prefix}.mlp", options)
+        self.mlp = make_mlp(config, index, prefix, options)
         self.mlp_out_norm = norm(self.norms.after_mlp)
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -217,7 +254,8 @@ class DecoderLayer(nn.Module):
             self.norms.before_mlp: self.post_norm,
             self.norms.after_mlp: self.mlp_out_norm,
         }
-        slots = {**self.attn.slots(f"{prefix}.self_attn"), **self.mlp.slots(f"{prefix}.mlp")}
+        mlp_prefix = prefix if isinstance(self.mlp, MoE) else f"{prefix}.mlp"
+        slots = {**self.attn.slots(f"{prefix}.self_attn"), **self.mlp.slots(mlp_prefix)}
         for name, norm in norms.items():
             if norm is not None:
                 slots |= norm.slots(f"{prefix}.{name}")

@@ -47,7 +47,67 @@ FAMILIES = {
     ),
     "qwen3_moe": Tiny(
         "Qwen3MoeConfig",
-        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+        {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen2_moe": Tiny(
+        "Qwen2MoeConfig",
+        {
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": Tiny("MixtralConfig", {"num_experts_per_tok": 3, "head_dim": 16}),
+    "gpt_oss": Tiny(
+        "GptOssConfig",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "glm4_moe": Tiny(
+        "Glm4MoeConfig",
+        {
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "olmoe": Tiny("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoe": Tiny(
+        "GraniteMoeConfig",
+        {
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeSharedConfig",
+        {
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 80,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+        },
     ),
     "gemma": Tiny("GemmaConfig", {"head_dim": 16}),
     "gemma2": Tiny(
@@ -97,6 +157,8 @@ FAMILIES = {
 }
 """By model_type."""
 
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "olmoe", "granitemoe", "granitemoeshared")
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases-gelu": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
@@ -141,6 +203,48 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "hidden_act": "relu2"}),
     "exaone4-no-windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "cohere-qk-norms": ("cohere", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral-window-tied": ("mixtral", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    "mixtral-one-of-one": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    "qwen2_moe-windows": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "norm_topk_prob": True},
+    ),
+    "qwen2_moe-listed": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "qkv_bias": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "norm_topk_prob": True}),
+    "gpt_oss-no-biases": ("gpt_oss", {"attention_bias": False, "swiglu_limit": 7.0, "num_experts_per_tok": 1}),
+    "gpt_oss-listed": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"],
+            "head_dim": 16,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": False,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+    ),
+    "olmoe-normalized-biases": ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": 0.8}),
+    "granitemoeshared-tied-no-shared": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 0, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "glm4-whole-heads": ("glm4", {"attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}),
 }
 """Other options of families: the family, and further arguments of its config."""
@@ -168,6 +272,9 @@ def tiny_folder(family: str, folder: Path, tokenizer: Path | None = None, **chan
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.3)
     model.save_pretrained(folder)
     return folder
 
