@@ -426,8 +426,9 @@ async def test_a_pause_freezes_holds_and_refuses_the_requests_of_every_client(cl
             found += deltas
         return found
 
+    before = client.stats().generation_tokens
     running = asyncio.create_task(run("running", 4000, names=["a", "group"]))
-    while client.stats().generation_tokens < 10:
+    while client.stats().generation_tokens < before + 10:
         await asyncio.sleep(0.01)
     await client.pause("keep")
     held = asyncio.create_task(run("held", 5, names=["b", "group"]))
