@@ -68,7 +68,7 @@ class _Service:
                 # stall a step for 100 ms. Freeze again after each capture, because captures unfreeze.
                 gc.freeze()
             loop.executor.check()
-            busy = loop.has_work
+            busy = loop.can_step
             command = self._next_command(loop.seconds_to_wait() if busy else IDLE_SECONDS)
             with graphs.pool.turn():
                 while command is not None:
@@ -78,19 +78,19 @@ class _Service:
                     command = self._next_command(0.0)
                 if busy and loop.seconds_to_wait() > 0:
                     continue  # more requests may come for the next step
-                if loop.has_work:
+                if loop.can_step:
                     self._send_events(loop.step())
                     self._next_report = min(self._next_report, time.monotonic() + REPORT_SECONDS)
-                if busy or loop.has_work:
+                if busy or loop.can_step:
                     last_busy = time.monotonic()
                 is_quiet = time.monotonic() - last_busy >= QUIET_SECONDS
-                captured = (loop.has_work or is_quiet) and loop.capture_between_steps(self._request_waits)
-            self._after_turn(became_idle=busy and not loop.has_work, captured=captured)
+                captured = (loop.can_step or is_quiet) and loop.capture_between_steps(self._request_waits)
+            self._after_turn(became_idle=busy and not loop.can_step, captured=captured)
 
     def _after_turn(self, *, became_idle: bool, captured: bool) -> None:
         """Check for leaks, report, and save the manifest, each if it is due."""
         loop, now = self._loop, time.monotonic()
-        if became_idle and now >= self._next_idle_check:
+        if became_idle and not loop.has_work and now >= self._next_idle_check:
             self._next_idle_check = now + IDLE_CHECK_SECONDS
             loop.count_leaks()
             now = time.monotonic()
@@ -107,8 +107,7 @@ class _Service:
         if is_lost:
             loop.take_events()
         else:
-            loop.abort([request.request_id for request in loop.scheduler.requests()])
-            loop.abort(loop.constraints.compiling)
+            loop.abort([request.request_id for request in loop.live_requests()])
         loop.save_manifest()
         self._send_events(loop.finisher.events)
 
