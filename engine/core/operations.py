@@ -41,6 +41,9 @@ class Operations:
             "load_weights": loop.load_weights,
             "start_weight_update": weights.start,
             "update_weights_from_disk": weights.load,
+            "join_weight_group": weights.groups.join,
+            "leave_weight_group": weights.groups.leave,
+            "update_weights_from_group": weights.receive,
             "finish_weight_update": weights.finish,
             "rename_weights": loop.rename_weights,
             "weight_version": lambda: loop.weight_version,
@@ -52,7 +55,10 @@ class Operations:
         }
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run the command `name` and return its result. Raises RequestError if there is none of that name."""
+        """Run the command `name` and return its result, or a Pending one.
+
+        Raises RequestError if there is no command of that name.
+        """
         if name not in self._commands:
             raise RequestError(f"unknown command {name!r}: use one of {', '.join(self._commands)}", param="method")
         return self._commands[name](*arguments)

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from engine.core.loop import EngineLoop
+from engine.core.pending import Pending
+from engine.core.weight_groups import WeightGroups
 from engine.errors import RequestError, WeightUpdateError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +25,9 @@ class WeightUpdates:
 
     def __init__(self, loop: EngineLoop):
         self._loop = loop
-        self._staged: list[str] | None = None  # files of the update that was started; None: there is none
+        self.groups = WeightGroups(loop.executor.capabilities.device)
+        # Parts of the update that was started: paths of files, or received tensors. None: there is none.
+        self._staged: list[str | list[tuple[str, Tensor]]] | None = None
         self._numbers = itertools.count(1)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -40,15 +47,35 @@ class WeightUpdates:
         if self._staged is None:
             version = version or self._next_version()
             return self._loop.load_weights(path, version), version
-        if version is not None:
-            raise RequestError(
-                "weight_version is set by /finish_weight_update in an update that was started: remove it here",
-                param="weight_version",
-            )
+        self._check_version(version)
         if not Path(path).exists():
             raise WeightUpdateError(f"{path!r} does not exist: give a file or folder on the server's machine")
         self._staged.append(path)
         return 0, self._loop.weight_version
+
+    def receive(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        packed: bool | None = None,
+        version: str | None = None,
+    ) -> Pending:
+        """Update the weights with tensors that a trainer sends over a group; see `load` and WeightGroups.receive.
+
+        Steps go on until all tensors have arrived.
+        """
+        self._check_version(version)
+
+        def write(tensors: list[tuple[str, Tensor]]) -> tuple[int, str]:
+            if self._staged is None:
+                name = version or self._next_version()
+                return self._loop.update_weights(tensors, name), name
+            self._staged.append(tensors)
+            return 0, self._loop.weight_version
+
+        return self.groups.receive(group, names, dtypes, shapes, packed, write)
 
     def finish(self, version: str | None = None) -> tuple[int, str]:
         """Write all parts of the update that was started, or none; return the number of tensors and the version.
@@ -60,10 +87,28 @@ class WeightUpdates:
         parts, self._staged = self._staged, None
         if parts:
             version = version or self._next_version()
-            return self._loop.load_weights(parts, version), version
+            return self._write(parts, version), version
         if version is not None:
             self._loop.rename_weights(version)
         return 0, self._loop.weight_version
+
+    def _write(self, parts: Sequence[str | list[tuple[str, Tensor]]], version: str) -> int:
+        paths = [part for part in parts if isinstance(part, str)]
+        received = [part for part in parts if not isinstance(part, str)]
+        if paths and received:
+            raise WeightUpdateError(
+                "the parts of this update came from files and over a group: send all parts of an update one way"
+            )
+        if paths:
+            return self._loop.load_weights(paths, version)
+        return self._loop.update_weights([pair for part in received for pair in part], version)
+
+    def _check_version(self, version: str | None) -> None:
+        if self._staged is not None and version is not None:
+            raise RequestError(
+                "weight_version is set by /finish_weight_update in an update that was started: remove it here",
+                param="weight_version",
+            )
 
     def randomize(self) -> str:
         """Overwrite all weights with random values, and return their version. For tests of a weight transfer."""

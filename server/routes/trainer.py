@@ -23,6 +23,7 @@ from server.serving.service import Service
 
 router = APIRouter(tags=["trainer"], responses=ADMIN_REFUSALS, route_class=BodyRoute)
 log = logging.getLogger("encore.server")
+VLLM_GROUP = "vllm"  # name of the only group of vLLM's routes
 
 
 async def _client(request: Request, body: bodies.TrainerBody | None = None) -> Any:
@@ -151,13 +152,65 @@ async def start_weight_update(request: Request, body: bodies.StartWeightUpdateBo
     return {"message": "Weight update started"}
 
 
+@router.post("/init_weight_transfer_engine", responses=answered_by(wire.Message))
+async def init_weight_transfer_engine(body: bodies.InitTransferBody, request: Request) -> dict[str, Any]:
+    """Join a trainer's group of processes, over which /update_weights then receives. Ends when all have joined."""
+    client, info = await _client(request, body), body.init_info
+    await client.ask(
+        "join_weight_group", VLLM_GROUP, info.master_address, info.master_port, info.rank_offset, info.world_size,
+        info.backend, info.timeout, info.packed, info.packed_buffer_size_bytes,
+    )  # fmt: skip
+    return {"message": "Weight transfer initialized"}
+
+
+@router.post("/init_weights_update_group", responses=answered_by(wire.Success))
+async def init_weights_update_group(body: bodies.InitUpdateGroupBody, request: Request) -> dict[str, Any]:
+    """Join a trainer's group of processes, in SGLang's format."""
+    await (await _client(request, body)).ask(
+        "join_weight_group", body.group_name, body.master_address, body.master_port, body.rank_offset,
+        body.world_size, body.backend, None,
+    )  # fmt: skip
+    return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+
+@router.post("/destroy_weights_update_group", responses=answered_by(wire.Success))
+async def destroy_weights_update_group(
+    request: Request, body: bodies.DestroyUpdateGroupBody | None = None
+) -> dict[str, Any]:
+    """Leave a trainer's group of processes, in SGLang's format."""
+    sent = body or bodies.DestroyUpdateGroupBody()
+    await (await _client(request, body)).ask("leave_weight_group", sent.group_name)
+    return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+
+@router.post("/update_weights_from_distributed", responses=answered_by(wire.DiskUpdate))
+async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, request: Request) -> dict[str, Any]:
+    """Receive weights over a trainer's group of processes, in SGLang's format. Steps go on until all have arrived."""
+    client = await _client(request, body)
+    if body.abort_all_requests:
+        await client.abort_requests()
+    written, version = await client.ask(
+        "update_weights_from_group", body.group_name, body.names, body.dtypes, body.shapes,
+        body.load_format == "flattened_bucket", body.weight_version,
+    )  # fmt: skip
+    message = f"{written} tensors were written; the weights have the version {version}"
+    return {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}
+
+
 @router.post("/update_weights", responses=answered_by(wire.WeightsWritten) | NOT_SUPPORTED)
 async def update_weights(body: bodies.UpdateWeightsBody, request: Request) -> dict[str, Any]:
-    """Load weights from safetensors files on the server's host, or add them to the update that was started."""
-    client = await _client(request, body)
-    if body.is_group_transfer:
-        raise _not_supported("weights over a group of processes", bodies.FROM_DISK)
-    written, version = await client.ask("update_weights_from_disk", body.path(), body.weight_version)
+    """Load weights from files on the server's host or over a trainer's group of processes.
+
+    Within an update that was started they only become a part of it. Steps go on while tensors arrive.
+    """
+    client, sent = await _client(request, body), body.transfer
+    if sent is None:
+        written, version = await client.ask("update_weights_from_disk", body.path(), body.weight_version)
+    else:
+        written, version = await client.ask(
+            "update_weights_from_group", VLLM_GROUP, sent.names, sent.dtype_names, sent.shapes, None,
+            body.weight_version,
+        )  # fmt: skip
     return {"message": "Weights updated", "updated": written, "weight_version": version}
 
 
@@ -227,9 +280,9 @@ async def get_weights_by_name(body: bodies.WeightsByNameBody, request: Request) 
 
 @router.get("/get_world_size", responses=answered_by(wire.WorldSize))
 async def get_world_size(request: Request, include_dp: Annotated[bool, Query()] = True) -> dict[str, Any]:
-    """Return the number of ranks."""
+    """Return how many processes of this server join a trainer's group: one, which forwards to the other ranks."""
     await _client(request)
-    return {"world_size": request.app.state.config.engine.tensor_parallel_size}
+    return {"world_size": 1}
 
 
 @router.get("/get_model_info", responses=answered_by(wire.ServedModel))
@@ -247,15 +300,10 @@ async def get_model_info(request: Request) -> dict[str, Any]:
 
 # ---- refused by name -----------------------------------------------------------------------------------------------
 
-_GROUP = ("weights over a group of processes", bodies.FROM_DISK)
 _HANDLES = ("serialised tensors and handles", bodies.FROM_DISK)
 _SLEEP = ("sleep", "pause with /pause?mode=keep, which keeps the memory")
 _Method = Literal["GET", "POST"]
 _LATER: tuple[tuple[str, tuple[_Method, ...], tuple[str, str]], ...] = (
-    ("/init_weight_transfer_engine", ("POST",), _GROUP),
-    ("/init_weights_update_group", ("POST",), _GROUP),
-    ("/destroy_weights_update_group", ("POST",), _GROUP),
-    ("/update_weights_from_distributed", ("POST",), _GROUP),
     ("/update_weights_from_tensor", ("POST",), _HANDLES),
     ("/update_weights_from_ipc", ("POST",), _HANDLES),
     ("/sleep", ("POST",), _SLEEP),

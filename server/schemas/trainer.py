@@ -85,6 +85,77 @@ class StartWeightUpdateBody(TrainerBody):
     no_effect = "is_checkpoint_format"
 
 
+Port = Annotated[int, Field(ge=1, le=65535)]
+Names = Annotated[list[Text], FAIL_FAST, Field(min_length=1, max_length=200_000)]
+Shapes = Annotated[list[list[int]], FAIL_FAST]
+
+
+class InitGroup(TrainerBody):
+    """Where a trainer's group of processes is, in vLLM's format."""
+
+    no_effect = "packed_num_buffers"
+
+    master_address: Text
+    master_port: Port
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2)]
+    packed: bool = False
+    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
+    backend: Literal["gloo", "nccl"] | None = None
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
+
+
+class InitTransferBody(TrainerBody):
+    """Body of vLLM's POST /init_weight_transfer_engine."""
+
+    init_info: InitGroup
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        self.init_info.refuse_unsupported()
+
+
+class InitUpdateGroupBody(TrainerBody):
+    """Body of SGLang's POST /init_weights_update_group."""
+
+    master_address: Text
+    master_port: Port
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2)]
+    group_name: Text = "weight_update_group"
+    backend: Literal["gloo", "nccl"] | None = None
+
+
+class DestroyUpdateGroupBody(TrainerBody):
+    """Body of SGLang's POST /destroy_weights_update_group."""
+
+    group_name: Text = "weight_update_group"
+
+
+class GroupTransfer(TrainerBody):
+    """The tensors that a trainer sends next, in vLLM's format."""
+
+    no_effect = "is_checkpoint_format"
+
+    names: Names
+    dtype_names: list[Text]
+    shapes: Shapes
+
+
+class DistributedUpdateBody(TrainerBody):
+    """Body of SGLang's POST /update_weights_from_distributed."""
+
+    no_effect = "flush_cache torch_empty_cache"
+
+    names: Names
+    dtypes: list[Text]
+    shapes: Shapes
+    group_name: Text = "weight_update_group"
+    weight_version: Version | None = None
+    abort_all_requests: bool = False
+    load_format: Literal["auto", "flattened_bucket"] | None = None
+
+
 class UpdateWeightsBody(TrainerBody):
     """Body of POST /update_weights: vLLM's, with the fields in update_info, or prime-rl's, with weight_dir."""
 
@@ -113,10 +184,14 @@ class UpdateWeightsBody(TrainerBody):
         )
 
     @property
-    def is_group_transfer(self) -> bool:
-        """Whether the tensors are to come over a group of processes, as in vLLM's nccl back end."""
+    def transfer(self) -> GroupTransfer | None:
+        """What comes over a group of processes, as in vLLM's nccl back end; None if the weights come otherwise."""
         info = self.update_info or {}
-        return {"names", "shapes"} <= info.keys() and not any(map(_is_handle, info))
+        if not {"names", "shapes"} <= info.keys() or any(map(_is_handle, info)):
+            return None
+        transfer = GroupTransfer.model_validate(info)
+        transfer.refuse_unsupported()
+        return transfer
 
 
 def _is_handle(name: str) -> bool:

@@ -389,11 +389,7 @@ def test_a_wrong_body_is_refused_by_name_and_changes_nothing(server, path, body,
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/init_weight_transfer_engine", {"init_info": {"master_address": "localhost", "world_size": 2}}),
-        ("/init_weights_update_group", {"master_address": "localhost"}),
-        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]}),
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASVAAAA"]}),
-        ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}),
         ("/sleep?level=1", None), ("/wake_up?tags=weights", None), ("/release_memory_occupation", {}),
         ("/resume_memory_occupation", {"tags": ["weights"]}), ("/release_kv_cache_memory", None),
     ],
