@@ -102,6 +102,28 @@ class Engine:
         """The version name of the current weights."""
         return self._loop.weight_version
 
+    def pause(self, mode: str = "abort") -> None:
+        """Pause until `resume`, for requests of `loop` and of a `generate` that runs in another thread.
+
+        "abort" ends the requests that run, which keep what they have; "wait" runs them to their end; "keep" freezes
+        them with their KV, which is computed again if the weights change meanwhile. New requests of `loop` are refused
+        with EnginePaused ("abort"), or held until `resume`; a new `generate` raises EnginePaused in every mode.
+        """
+        self._require_open()
+        with self.pool.turn():
+            self._loop.pause(mode)
+
+    def resume(self) -> None:
+        """End the pause: frozen and held requests go on. Without a pause it does nothing."""
+        self._require_open()
+        with self.pool.turn():
+            self._loop.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        return self._loop.pause_mode is not None
+
     @functools.partial(names_arguments, fields_of={"sampling_params": SamplingParams})
     def generate(
         self,
@@ -143,7 +165,8 @@ class Engine:
         """As `generate`, but yield each sample (`prompt_index`, `output`) as soon as it has finished.
 
         The engine runs while the iterator is advanced. Between two samples, weights may be updated, and other calls may
-        generate: their requests share the batches. Closing the iterator aborts what is left. `expected_tokens`: how
+        generate: their requests share the batches. During a pause the iterator waits for `resume`, by another thread.
+        Closing it aborts what is left. `expected_tokens`: how
         many tokens the samples of each prompt may take; the longest start first, so that the batch stays full.
         """
         generation = self._generation(prompts, sampling_params, prompt_token_ids, expected_tokens)

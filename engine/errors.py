@@ -6,6 +6,7 @@
     ├── RequestError        an invalid request (also ValueError)
     │   └── PromptTooLong   a prompt that can never fit
     ├── QueueFull           the request was not accepted: try again later
+    ├── EnginePaused        the engine is paused and takes no new requests
     ├── ReaderTooSlow       too much unread output; the sequences were aborted
     ├── WeightUpdateError   a refused update; the old weights stay in use
     └── EngineDead          the engine loop has ended; no request is answered
@@ -42,6 +43,10 @@ class PromptTooLong(RequestError):
 
 class QueueFull(EngineError):
     """The waiting queue is full; the request was not accepted."""
+
+
+class EnginePaused(EngineError):
+    """The engine is paused; the request was not accepted, or its generation would not end before `resume`."""
 
 
 class ReaderTooSlow(EngineError):

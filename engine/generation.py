@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
 from engine.core.loop import EngineLoop
-from engine.errors import EngineDead
+from engine.errors import EngineDead, EnginePaused
 from engine.protocol.outputs import RequestOutput, Sample
 from engine.protocol.request import EngineRequest, TokenEvent
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
+
+PAUSED_SECONDS = 0.005  # between two looks whether a pause has ended
 
 
 class Generation:
@@ -72,11 +75,16 @@ class SharedLoop:
         self._owners: dict[str, Generation] = {}  # by sequence id
 
     def run(self, generation: Generation) -> Iterator[Sample]:
-        """Queue the requests of a generation and yield its samples as they finish. Closing it aborts what is left."""
+        """Queue the requests of a generation and yield its samples as they finish. Closing it aborts what is left.
+
+        Raises EnginePaused during a pause. A later pause makes it wait for the end, which another thread must bring.
+        """
         pool = self._loop.executor.graphs.pool
         names = [request.request_id for request in generation.requests]
         try:
             with pool.turn():
+                if self._loop.pause_mode is not None:
+                    raise EnginePaused("the engine is paused, so that this call would not return: call resume() first")
                 for request in generation.requests:
                     self._loop.add(request)
                     self._owners[request.request_id] = generation
@@ -84,6 +92,9 @@ class SharedLoop:
                 with pool.turn():
                     if generation.num_running and not generation.finished:
                         self._step()
+                    waits = self._loop.has_work and not self._loop.can_step
+                if waits:
+                    time.sleep(PAUSED_SECONDS)  # another thread needs the turn to resume
                 while generation.finished:
                     yield generation.finished.popleft()
         finally:

@@ -36,7 +36,9 @@ from server.routes import responses as routes_responses
 from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
+from server.routes import token_generate as routes_token_generate
 from server.routes import tokens as routes_tokens
+from server.routes import trainer as routes_trainer
 from server.serving.background_runs import BackgroundRuns
 from server.serving.generation_probe import GenerationProbe
 from server.serving.request_log import RequestLog
@@ -123,7 +125,7 @@ def create_app(
         seconds=config.body_seconds,
     )
     keys = keys or Keys()
-    app.add_middleware(KeyMiddleware, keys=keys)
+    app.add_middleware(KeyMiddleware, keys=keys, local_admin=config.admin_without_key == "loopback")
     if config.allowed_hosts or (not keys.guards_inference and listens_on_loopback(config.host)):
         app.add_middleware(AllowedHosts, allowed=config.allowed_hosts, checks_origin=not keys.guards_inference)
     app.add_middleware(RequestLog)
@@ -132,10 +134,12 @@ def create_app(
     app.add_middleware(CountResponses, counter=responses)
     if config.root_path:
         app.add_middleware(RootPath, prefix=config.root_path)
-    # FastAPI matches routes in this order at every request: put the most frequent first.
+    # FastAPI matches routes in this order at every request: put the most frequent first. It builds those of a router
+    # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
-        routes_openai, routes_generate, routes_messages, routes_responses, routes_tokens, routes_admin, routes_status,
-        routes_server_info, routes_chat_batch, routes_ollama, routes_sagemaker,
+        routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses, routes_tokens,
+        routes_admin, routes_trainer, routes_status, routes_server_info, routes_chat_batch, routes_ollama,
+        routes_sagemaker,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets("chat"), name="chat-assets")

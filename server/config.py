@@ -24,6 +24,7 @@ from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")
 COMPATS = ("none", "vllm")
+ADMINS_WITHOUT_KEY = ("none", "loopback")
 CLOSE_OBJECTS = ("strict", "tools", "all")
 # An API worker streams about 20,000 tokens per second; the other processors are left to the engine and the clients.
 MAX_API_WORKERS, PROCESSORS_PER_API_WORKER = 4, 4
@@ -70,6 +71,8 @@ class ServerConfig(NamesFields):
         drain_seconds: How long running requests may continue after SIGTERM.
         api_key_file, admin_key_file: Files with one accepted key per line. Without API keys inference is open; without
             admin keys the admin routes are off.
+        admin_without_key: "loopback": the admin routes need no key in requests from this machine over a loopback
+            address, except from web pages and through proxies. "none": they always need one.
         allow_priority: Whether any client may set `priority`. Otherwise it requires an admin key.
         profile_folder: Folder for the traces of /profile. Profiling is off without it.
         http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
@@ -85,6 +88,7 @@ class ServerConfig(NamesFields):
         response_store_seconds: How long a response is stored.
         trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a process of their own.
         enable_prompt_tokens_details: Send `usage.prompt_tokens_details`; None: unless compat is "vllm", as in vLLM.
+        return_token_ids: Add token ids and weight versions to completions and chats, unless a request says otherwise.
         return_tokens_as_token_ids: Write tokens of log-probabilities as "token_id:5", unless a request says otherwise.
         enable_force_include_usage: Give the usage in each chunk of every stream of completions and chats, and at its
             end.
@@ -118,6 +122,7 @@ class ServerConfig(NamesFields):
     drain_seconds: float = 30.0
     api_key_file: str | None = None
     admin_key_file: str | None = None
+    admin_without_key: str = "none"
     allow_priority: bool = False
     profile_folder: str | None = None
     http_workers: int | None = None
@@ -130,6 +135,7 @@ class ServerConfig(NamesFields):
     response_store_seconds: float = 3600.0
     trust_request_chat_template: bool = False
     enable_prompt_tokens_details: bool | None = None
+    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     compat: str = "none"
@@ -183,6 +189,7 @@ class ServerConfig(NamesFields):
         tool_format(self.tool_call_parser, None)  # raises for an unknown name
         reasoning_format(self.reasoning_parser, None)
         for name, allowed in (
+            ("admin_without_key", ADMINS_WITHOUT_KEY),
             ("compat", COMPATS),
             ("close_objects", CLOSE_OBJECTS),
             ("log_level", LOG_LEVELS),

@@ -22,11 +22,18 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class FullAttentionSpec:
-    """Keys and values of every earlier token. `scale` multiplies the attention scores; None: head_dim ** -0.5."""
+    """Keys and values of every earlier token.
+
+    `scale` multiplies the attention scores; None: head_dim ** -0.5. `softcap` bounds the scaled scores, as
+    softcap * tanh(scores / softcap); None: unbounded. `sinks`: each query head has one more score, its sink, in the
+    softmax; its value is 0, so it only takes weight.
+    """
 
     kv_heads: int
     head_dim: int
     scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def window(self) -> int | None:
@@ -73,6 +80,14 @@ class LatentSpec:
     @property
     def window(self) -> None:
         return None
+
+    @property
+    def softcap(self) -> None:
+        return None
+
+    @property
+    def sinks(self) -> bool:
+        return False
 
     @property
     def softmax_scale(self) -> float:

@@ -6,7 +6,7 @@ A backend attends over the paged KV cache of one model. The worker asks it for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -20,23 +20,35 @@ from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import NormRope  # imports triton, which is installed only with CUDA
 
-Attention = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
-"""(layer index, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H * D]; writes k and v into the cache first.
 
-A layer with a LatentSpec gives its latent vectors as k [T, 1, width] and None as v, with q [T, H, width], and gets
-[T, H * value_width].
-"""
+class Attention(Protocol):
+    """The attention of a step, for all layers."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        """Write k and v into the cache, and attend: q [T, H, D], k and v [T, KV, D] -> [T, H * D].
+
+        A layer with a LatentSpec gives its latent vectors as k [T, 1, width] and None as v, with q [T, H, width], and
+        gets [T, H * value_width]. `sinks` [H]: one more score per query head, in layers whose spec has sinks.
+        """
 
 
-class FusedAttention(Protocol):
+class FusedAttention(Attention, Protocol):
     """An Attention that can also take a layer's raw projections, for backends with `Support.fuses_rotary`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor: ...
-
-    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
+    def attend_raw(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm_rope: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Apply head norms and rotary embedding, append the keys and values, and write attention to `out` [T, H * D].
 
-        q [T, KV, H/KV, D], k and v [T, KV, D] are views of one projection; q may be overwritten.
+        q [T, KV, H/KV, D], k and v [T, KV, D] are views of one projection; q may be overwritten. `sinks` as in
+        Attention.
         """
 
 
@@ -48,6 +60,8 @@ class Support:
     - specs: types of cache specs.
     - stored_dtypes: dtypes in which the KV cache may store keys and values beside its own.
     - max_head_dim: largest head size.
+    - softcap: attention scores can be bounded.
+    - sinks: layers may have attention sinks.
     - dynamic_lengths: decode reads lengths from device memory, so that one graph serves any context. Otherwise each
       context bucket is a graph variant.
     - captures_prefill: prefill needs no host values, so it can be captured. Decode always can.
@@ -59,6 +73,8 @@ class Support:
     specs: frozenset[type[PagedSpec]]
     stored_dtypes: frozenset[torch.dtype]
     max_head_dim: int
+    softcap: bool
+    sinks: bool
     dynamic_lengths: bool
     captures_prefill: bool
     fuses_rotary: bool
@@ -81,6 +97,12 @@ class Support:
             return f"layers with {', '.join(unknown)}"
         if (head_dim := max((spec.head_dim for spec in specs), default=0)) > self.max_head_dim:
             return f"head size {head_dim} (at most {self.max_head_dim})"
+        if not self.softcap and any(spec.softcap is not None for spec in specs):
+            return "soft-caps of attention scores"
+        if not self.sinks and any(spec.sinks for spec in specs):
+            return "attention sinks"
+        if any(spec.sinks and spec.softcap is not None for spec in specs):
+            return "attention sinks beside soft-caps"
         return None
 
 

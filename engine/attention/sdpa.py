@@ -44,29 +44,81 @@ def gather_layer(kv: KVCache, layer: int, table: Tensor) -> tuple[Tensor, Tensor
     return keys, kv.decode(gather_pages(kv.v[layer], table))
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attend with scores bounded by softcap * tanh(scores / softcap), in float32; scaled_dot_product_attention can't.
+
+    q [..., L, D], k and v [..., S, D], and the additive mask, broadcast. Returns [..., L, D] in q's dtype.
+    """
+    scores = torch.tanh(q.float() @ k.float().mT * (scale / softcap)) * softcap + mask
+    return (scores.softmax(dim=-1) @ v.float()).type_as(q)
+
+
+SINK_DIMS = 8
+"""Dimensions that `with_sinks` adds: two hold the sink's score; kernels want a multiple of 8."""
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k, v and mask with one more key per KV head, whose score is the query head's sink and whose value is 0.
+
+    q [..., D], k and v [b, KV, S, D], mask [..., S], sinks of q's shape but for a last dimension of 1. The score is
+    carried by dimensions of its own: `sink` in the queries times 1 / scale in the key, which is split into two numbers
+    so that nothing is lost in 16 bits. scaled_dot_product_attention needs values as wide as the keys.
+    """
+    q = torch.cat((q, sinks.expand(*q.shape[:-1], 2), q.new_zeros(*q.shape[:-1], SINK_DIMS - 2)), dim=-1)
+    k, v = F.pad(k, (0, SINK_DIMS, 0, 1)), F.pad(v, (0, SINK_DIMS, 0, 1))
+    high = k.new_full((), 1 / scale)
+    k[..., -1, -SINK_DIMS] = high
+    k[..., -1, 1 - SINK_DIMS] = (k.new_full((), 1 / scale, dtype=torch.float32) - high).to(k.dtype)
+    return q, k, v, F.pad(mask, (0, 1))
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend with one query token per sequence to its pages; return [b, H * D].
 
-    q [b, H, D]; k, v [b * P * page_size, KV, D] from `gather_layer`; mask from `decode_mask` with width P * page_size.
-    The H / KV query heads of a KV head are passed as query length, so keys are never repeated.
+    q [b, H, D]; k, v [b * P * page_size, KV, D] from `gather_layer`; mask from `decode_mask` with width P * page_size;
+    `softcap` as in `capped_attention`; `sinks` [H], not with a softcap. The H / KV query heads of a KV head are passed
+    as query length, so keys are never repeated.
     """
     batch, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (k, v))
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    if softcap is not None:
+        return capped_attention(grouped, k, v, mask, scale, softcap).reshape(batch, -1)
+    if sinks is not None:
+        per_head = sinks.view(1, kv_heads, -1, 1)
+        grouped, k, v, mask = with_sinks(grouped, k, v, mask, per_head.expand(batch, -1, -1, 1), scale)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        return out[..., :head_dim].reshape(batch, -1)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, -1)
 
 
 def prefill_mask(
-    start: int, length: int, dtype: torch.dtype, device: torch.device, window: int | None = None
+    start: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
+    *,
+    additive: bool = False,
 ) -> Tensor:
     """Return the causal mask [length, start + length] of queries from position `start` over keys from 0.
 
-    Additive on a CPU and with a window. Else, on CUDA, it is torch's causal_lower_right, which lets SDPA use its flash
-    kernel without a mask.
+    Additive on a CPU, with a window, and if `additive`. Else, on CUDA, it is torch's causal_lower_right, which lets
+    SDPA use its flash kernel without a mask.
     """
-    if device.type == "cuda" and window is None:
+    if device.type == "cuda" and window is None and not additive:
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: 1.5 s that a CPU saves
 
         return causal_lower_right(length, start + length)
@@ -78,12 +130,31 @@ def prefill_mask(
     return mask
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend with one sequence's chunk q [L, H, D] to k, v [S, KV, D], S >= L; return [L, H * D].
 
-    `mask` is from `prefill_mask`; None if S == L, for plain causal attention.
+    `mask` is from `prefill_mask`; None if S == L, for plain causal attention. With a `softcap`, as in
+    `capped_attention`, or with `sinks` [H] it must be additive.
     """
+    if softcap is not None:
+        assert mask is not None
+        grouped = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [KV, H / KV, L, D]
+        keys, values = (x.transpose(0, 1).unsqueeze(1) for x in (k, v))
+        out = capped_attention(grouped, keys, values, mask, scale, softcap)
+        return out.permute(2, 0, 1, 3).reshape(len(q), -1)
     q_heads, k_heads, v_heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if sinks is not None:
+        assert mask is not None
+        per_head = sinks.view(1, -1, 1, 1).expand(1, -1, len(q), 1)
+        q_heads, k_heads, v_heads, mask = with_sinks(q_heads, k_heads, v_heads, mask, per_head, scale)
     out = F.scaled_dot_product_attention(
         q_heads,
         k_heads,
@@ -93,7 +164,7 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
+    return out[..., : v.shape[-1]].squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
 
 
 class SdpaBackend:
@@ -109,6 +180,8 @@ class SdpaBackend:
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec, LatentSpec}),
         stored_dtypes=frozenset(FP8_DTYPES.values()),
         max_head_dim=1024,
+        softcap=True,
+        sinks=True,
         dynamic_lengths=False,
         captures_prefill=False,
         fuses_rotary=False,
@@ -151,11 +224,11 @@ class SdpaDecode:
             self._tables.append(rows.reshape(-1))
             self._masks.append(decode_mask(positions, width * kv.page_size, kv.dtype, group.window))
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
         kv.write(layer, self._slots[group], k, v)
         keys, values = gather_layer(kv, layer, self._tables[group])
-        return decode(q, keys, values, self._masks[group], spec.softmax_scale)
+        return decode(q, keys, values, self._masks[group], spec.softmax_scale, spec.softcap, sinks)
 
 
 class SdpaPrefill:
@@ -174,11 +247,12 @@ class SdpaPrefill:
 
     def _mask(self, start: int, length: int, window: int | None) -> Tensor | None:
         """Return the mask of a chunk; None if plain causal attention over its own keys is enough."""
-        if start == 0 and (window is None or length <= window):
+        additive = any(spec.softcap is not None or spec.sinks for spec in self._kv.paged.values())
+        if start == 0 and (window is None or length <= window) and not additive:
             return None
-        return prefill_mask(start, length, self._kv.dtype, self._kv.device, window)
+        return prefill_mask(start, length, self._kv.dtype, self._kv.device, window, additive=additive)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         kv, group, spec = self._kv, self._kv.group_of[layer], self._kv.spec(layer)
         kv.write(layer, self._slots[group], k, v)
         if v is None:
@@ -193,5 +267,5 @@ class SdpaPrefill:
             if start:  # a chunk that starts at 0 needs no gather: all its keys are in k
                 used = table[: -(-(start + length) // kv.page_size)]
                 keys, values = (x[: start + length] for x in gather_layer(kv, layer, used))
-            outs.append(prefill(q[rows], keys, values, mask, spec.softmax_scale))
+            outs.append(prefill(q[rows], keys, values, mask, spec.softmax_scale, spec.softcap, sinks))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -43,6 +43,8 @@ class TritonBackend:
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec}),
         stored_dtypes=frozenset(),
         max_head_dim=256,
+        softcap=False,
+        sinks=True,
         dynamic_lengths=True,
         captures_prefill=True,
         fuses_rotary=True,
@@ -100,16 +102,34 @@ class TritonDecode:
     def __init__(self, kv: KVCache, metadata: DecodeMetadata, backend: TritonBackend):
         self._kv, self._metadata, self._backend = kv, metadata, backend
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         assert v is not None  # Support refuses latent layers
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._launch(layer, by_kv_head(q, self._kv.kv_heads), k, v, None, out)
+        self._launch(layer, by_kv_head(q, self._kv.kv_heads), k, v, None, out, sinks)
         return out.flatten(1)
 
-    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
-        self._launch(layer, q, k, v, norm_rope, out.view(len(q), -1, q.shape[-1]))
+    def attend_raw(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm_rope: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self._launch(layer, q, k, v, norm_rope, out.view(len(q), -1, q.shape[-1]), sinks)
 
-    def _launch(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope | None, out: Tensor) -> None:
+    def _launch(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm_rope: NormRope | None,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
         kv, metadata = self._kv, self._metadata
         spec, group = kv.spec(layer), kv.group_of[layer]
         page_table = metadata.page_tables[group]
@@ -125,6 +145,7 @@ class TritonDecode:
             slots=metadata.rows,
             rotation=norm_rope,
             window=spec.window,
+            sinks=sinks,
             shared=shared,
             out=out,
             workspace=self._backend.workspace(q, page_table, shared is not None),
@@ -134,7 +155,7 @@ class TritonDecode:
 class TritonPrefill:
     """Attention of packed prompt chunks: append their keys and values, then attend.
 
-    `hopper`: the module of the kernels for layers without a window, if the GPU has them.
+    `hopper`: the module of the kernels for layers without a window or sinks, if the GPU has them.
     """
 
     def __init__(self, kv: KVCache, metadata: PrefillMetadata, hopper: ModuleType | None):
@@ -144,26 +165,35 @@ class TritonPrefill:
             metadata.positions, metadata.token_rows, metadata.ends, metadata.starts, metadata.rows
         )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         assert v is not None  # Support refuses latent layers
         kv, metadata = self._kv, self._metadata
         table = metadata.page_tables[kv.group_of[layer]]
         append_kv(k, v, kv.k[layer], kv.v[layer], table, metadata.token_rows, metadata.positions)
         out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)  # padding rows stay 0
-        self._attend(layer, by_kv_head(q, kv.kv_heads), out)
+        self._attend(layer, by_kv_head(q, kv.kv_heads), out, sinks)
         return out
 
-    def attend_raw(self, layer: int, q: Tensor, k: Tensor, v: Tensor, norm_rope: NormRope, out: Tensor) -> None:
+    def attend_raw(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm_rope: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         kv, table = self._kv, self._metadata.page_tables[self._kv.group_of[layer]]
         norm_rope_append(q, k, v, kv.k[layer], kv.v[layer], table, self._layout, norm_rope)
-        self._attend(layer, q, out)
+        self._attend(layer, q, out, sinks)
 
-    def _attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def _attend(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         kv = self._kv
         spec, table = kv.spec(layer), self._metadata.page_tables[kv.group_of[layer]]
         k, v, scale = kv.k[layer], kv.v[layer], spec.softmax_scale
-        if self._hopper is None or spec.window is not None:
-            paged_prefill(q, k, v, table, self._layout, scale, out, window=spec.window)
+        if self._hopper is None or spec.window is not None or sinks is not None:
+            paged_prefill(q, k, v, table, self._layout, scale, out, window=spec.window, sinks=sinks)
             return
         if self._tiles is None:
             self._tiles = self._hopper.tile_list(self._layout, len(q), q.shape[2])

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 30.0  # without a report, after which the engine is not ready; the supervisor kills it later
 STOP_SECONDS = 10.0
+PAUSE_POLL_SECONDS = 0.05  # between two looks whether the requests that a pause waits for have ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,18 @@ class Client(Protocol):
         on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
+        names: Sequence[str] = (),
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
     async def abort(self, request_id: str) -> None: ...
+
+    async def pause(self, mode: str = "abort") -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def is_paused(self) -> bool: ...
+
+    async def abort_requests(self, names: Sequence[str] | None = None) -> int: ...
 
     async def ask(self, method: str, *args: Any) -> Any: ...
 
@@ -244,6 +254,7 @@ class EngineClient:
         on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
+        names: Sequence[str] = (),
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
@@ -252,9 +263,9 @@ class EngineClient:
         and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `on_delta(delta)` is
         offered each delta that arrives while the caller waits for the next list, and returns whether it took it: lists
         leave those out. `first_index` is the number of sequences before these in the same request of a client with
-        several prompts. `sender` says who sent it, of all that share this client. Raises RequestError for an invalid
-        request, EngineDead if the engine ends, ReaderTooSlow if unread output exceeds the limit of
-        `engine.client.output_queue`, EngineError if a sequence fails.
+        several prompts. `sender` says who sent it, of all that share this client, and `abort_requests` finds it by its
+        `names`. Raises RequestError for an invalid request, EngineDead if the engine ends, ReaderTooSlow if unread
+        output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -284,6 +295,7 @@ class EngineClient:
                             bad_word_ids=banned,
                             index=first_index + child.index,
                             sender=sender,
+                            names=tuple(names),
                         )
                         for child in children
                     ]
@@ -324,6 +336,30 @@ class EngineClient:
                 raise RequestError("this model has no tokenizer: give token ids", param="prompt")
             prompt_token_ids = self.tokenizer.encode(prompt)
         return check_prompt_ids(prompt_token_ids, self.info().vocab_size)
+
+    # ---- pause -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Pause the engine, for all of its clients, until `resume`; see EngineLoop.pause for the modes.
+
+        With the mode "wait" this returns once the running requests have ended. Raises RequestError for an unknown mode,
+        or if the pause is ended or changed meanwhile.
+        """
+        await self.ask("pause", mode)
+        while mode == "wait" and await self.ask("num_awaited"):
+            await asyncio.sleep(PAUSE_POLL_SECONDS)
+
+    async def resume(self) -> None:
+        """End the pause. Without one it does nothing."""
+        await self.ask("resume")
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused, by this client or another one."""
+        return await self.ask("is_paused")
+
+    async def abort_requests(self, names: Sequence[str] | None = None) -> int:
+        """Abort the requests, of all clients, that have one of the `names`; without names all. Return their number."""
+        return await self.ask("abort_requests", names)
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 

@@ -119,9 +119,9 @@ class Constraints:
         return len(self._compiling)
 
     @property
-    def compiling(self) -> list[str]:
-        """The ids of the requests that wait for their grammar."""
-        return list(self._compiling)
+    def compiling(self) -> list[EngineRequest]:
+        """The requests that wait for their grammar."""
+        return [request for request, _ in self._compiling.values()]
 
     def forget(self, request_id: str) -> bool:
         """Drop an ended request, and its grammar if no other waits for it. Returns whether it was waiting for it."""

@@ -7,7 +7,7 @@ step or, with async scheduling, the one before it, which the device completed wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from engine.core.captures import Captures
 from engine.core.constraints import Constraints
 from engine.core.finish import StepFinisher
+from engine.core.pause import Pause, PauseMode
 from engine.core.steps import Steps
 from engine.errors import EngineError, RequestError
 from engine.executor.interface import Executor
@@ -24,7 +25,7 @@ from engine.sampling.sampler import check_sampling
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
-from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from engine.scheduling.scheduler import Scheduler, SchedulerConfig, SchedulerInvariantError
 from engine.speculation.ngram import NgramDrafter
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.utils.async_copy import upload_buffer
@@ -78,6 +79,7 @@ class EngineLoop:
         self.steps = Steps(self.scheduler, executor, self.constraints, self.finisher)
         self.captures = Captures(executor, config, self.steps)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
+        self._pause = Pause()
         self._num_steps = 0
         self._storage_may_have_moved = True  # so that all addresses of graphs are checked before the next step
         self._idle_check_failures = 0
@@ -87,6 +89,8 @@ class EngineLoop:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError for an invalid request, PromptTooLong for one that can never fit.
+
+        During a pause it is held until `resume`, which then may reject it, or refused with EnginePaused.
 
         A constrained request waits until its grammar is compiled. If that fails, it gets a final event with
         finish_reason "error", as it does in `submit`. Addresses of graphs are checked before the next step, since the
@@ -99,6 +103,8 @@ class EngineLoop:
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         check_sampling(request.params, self.info.vocab_size, self._eos)
         request.params.check_hidden_states(self.info.hidden_state_size)
+        if self._pause.holds(request):
+            return
         if not request.params.is_constrained or self.constraints.begin(request):
             self._schedule(request)
 
@@ -139,8 +145,24 @@ class EngineLoop:
                 self.finisher.end(
                     request, RequestState.ABORTED, TokenEvent(request_id=request_id, finish_reason="abort")
                 )
-            elif self.constraints.forget(request_id):
+            elif self.constraints.forget(request_id) or self._pause.forget(request_id):
                 self.finisher.drop(request_id, self.weight_version)
+
+    def abort_requests(self, names: Iterable[str] | None = None) -> int:
+        """Abort the requests that clients know by one of `names`, or all of them; return how many clients' requests.
+
+        They end with finish_reason "abort" and keep what was generated. Unknown names are ignored.
+        """
+        self.steps.drain()  # the tokens in flight are generated
+        wanted = None if names is None else set(names)
+        found = [one for one in self.live_requests() if wanted is None or wanted.intersection(one.names)]
+        self.abort([one.request_id for one in found])
+        return len({one.request_id.partition("#")[0] for one in found})
+
+    def live_requests(self) -> list[EngineRequest]:
+        """Return all requests that have not ended, also those that wait for a grammar or the end of a pause."""
+        queued = [record.request for record in self.scheduler.requests()]
+        return queued + self.constraints.compiling + list(self._pause.held.values())
 
     def take_events(self) -> list[TokenEvent]:
         """Return the pending events, such as those of requests just aborted."""
@@ -150,8 +172,14 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is a live request, a step in flight or a pending event."""
-        is_compiling = self.constraints.num_compiling > 0
-        return self.scheduler.has_work or bool(self.steps) or bool(self.finisher.events) or is_compiling
+        return self.scheduler.has_work or self.constraints.num_compiling > 0 or bool(self._pause.held) or self.can_step
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has something to do. During a pause there may be live requests that can't run."""
+        if self.steps or self.finisher.events:
+            return True
+        return not self._pause.is_frozen and (self.scheduler.has_work or self.constraints.num_compiling > 0)
 
     def step(self) -> list[TokenEvent]:
         """Schedule and enqueue one batch, finish older steps, and return all new events.
@@ -165,6 +193,9 @@ class EngineLoop:
             self._storage_may_have_moved = False
         steps = self.steps
         steps.drain(self._max_unread_steps)  # a step whose read was interrupted: only the device knows its tokens
+        if self._pause.is_frozen:
+            steps.drain()
+            return self.take_events()
         if self.constraints.num_compiling:
             self._schedule_compiled()
         masks = steps.fill_masks()
@@ -192,6 +223,36 @@ class EngineLoop:
         """Check all addresses of graphs before the next step: code outside the loop ran since the last one."""
         self._storage_may_have_moved = True
 
+    # ---- pause -----------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause, or change the mode of a pause; `resume` ends it. Raises RequestError for an unknown mode.
+
+        - abort: end all requests with finish_reason "abort" and refuse new ones with EnginePaused.
+        - wait: run the requests there are to their end, and hold new ones.
+        - keep: freeze all requests where they are, with their KV, and hold new ones. If the weights change meanwhile,
+          the KV is computed again.
+        """
+        self._pause.begin(mode)
+        self.steps.drain()
+        if mode == "abort":
+            self.abort_requests()
+
+    def resume(self) -> None:
+        """End the pause: frozen requests go on, and held ones are queued. Without a pause it does nothing."""
+        self.submit(self._pause.end())
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """The mode of the pause; None if there is none."""
+        return self._pause.mode
+
+    def num_awaited(self) -> int:
+        """Return how many sequences a pause with mode "wait" still waits for. Raises RequestError if it was ended."""
+        if self._pause.mode != "wait":
+            raise RequestError("the pause was ended or changed while it waited for the running requests")
+        return len(self.scheduler.requests()) + self.constraints.num_compiling
+
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: str) -> int:
@@ -205,11 +266,11 @@ class EngineLoop:
         self.weights_changed(version)
         return written
 
-    def load_weights(self, path: str, version: str) -> int:
-        """As `update_weights`, from a safetensors file or a folder of them."""
+    def load_weights(self, path: str | Sequence[str], version: str) -> int:
+        """As `update_weights`, from a safetensors file, a folder of them, or several of these."""
         _check_version(version)
         self.steps.drain()  # an interrupted wait must not separate new weights from `weights_changed`
-        written = self.executor.load_weights(path)
+        written = self.executor.load_weights(*([path] if isinstance(path, str) else path))
         self.weights_changed(version)
         return written
 
@@ -221,6 +282,21 @@ class EngineLoop:
         self.scheduler.set_weight_version(version)
         self.weight_version = version
         self.executor.call("check_addresses")
+
+    def rename_weights(self, version: str) -> None:
+        """Name the weights `version` without changing them: the tokens from now on have that version. KV is kept."""
+        _check_version(version)
+        self.steps.drain()
+        self.scheduler.rename_weights(version)
+        self.weight_version = version
+
+    def reset_prefix_cache(self, recompute_running: bool = False) -> None:
+        """Drop all cached prefixes. With `recompute_running` live requests lose their KV too, and compute it again."""
+        if recompute_running:
+            self.steps.drain()
+            self.scheduler.preempt_all()
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset()
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +315,7 @@ class EngineLoop:
         }
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self.constraints.num_compiling,
+            num_waiting=scheduler.num_waiting + self.constraints.num_compiling + len(self._pause.held),
             kv_cache_usage=scheduler.pool.usage,
             prefix_cache_queries=self.prefix_cache.queries if self.prefix_cache else 0,
             prefix_cache_hits=self.prefix_cache.hits if self.prefix_cache else 0,
@@ -267,12 +343,15 @@ class EngineLoop:
             weight_version=self.weight_version,
             last_error=self.steps.last_error,
             idle_check_failures=self._idle_check_failures,
+            pause=self._pause.mode or "",
         )
 
     def idle_check(self) -> None:
         """Drain, then raise SchedulerInvariantError listing every live request and leaked page or slot, if any."""
         self.steps.drain()
         self.scheduler.idle_check()
+        if waiting := [one.request_id for one in self.live_requests()]:
+            raise SchedulerInvariantError(f"not idle: requests {waiting} wait to be queued")
 
     def count_leaks(self) -> None:
         """Run `idle_check`. A leak is logged, counted and reported; it is not fatal."""

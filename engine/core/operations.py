@@ -1,4 +1,4 @@
-"""Commands to a running loop: report, warm and drop graphs, load weights from disk, record a profile.
+"""Commands to a running loop: report, pause, warm and drop graphs, update weights, record a profile.
 
 Each runs on the loop's thread between two steps and returns plain values.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.core.loop import EngineLoop
+from engine.core.weight_updates import WeightUpdates
 from engine.errors import RequestError
 
 
@@ -24,19 +25,40 @@ class Operations:
 
     def __init__(self, loop: EngineLoop):
         self._profiler: torch.profiler.profile | None = None
+        weights = WeightUpdates(loop)
         self._commands: dict[str, Callable[..., Any]] = {
             "graphs": loop.graphs,
             "stats": loop.stats,
             "idle_check": loop.idle_check,
             "warm": loop.captures.request,
             "invalidate": loop.captures.invalidate,
+            "pause": loop.pause,
+            "resume": loop.resume,
+            "is_paused": lambda: loop.pause_mode is not None,
+            "num_awaited": loop.num_awaited,
+            "abort_requests": loop.abort_requests,
+            "reset_prefix_cache": loop.reset_prefix_cache,
             "load_weights": loop.load_weights,
+            "start_weight_update": weights.start,
+            "update_weights_from_disk": weights.load,
+            "join_weight_group": weights.groups.join,
+            "leave_weight_group": weights.groups.leave,
+            "update_weights_from_group": weights.receive,
+            "finish_weight_update": weights.finish,
+            "rename_weights": loop.rename_weights,
+            "weight_version": lambda: loop.weight_version,
+            "randomize_weights": weights.randomize,
+            "weight_checksums": weights.checksums,
+            "weight_values": weights.values,
             "profile_start": self.profile_start,
             "profile_stop": self.profile_stop,
         }
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run the command `name` and return its result. Raises RequestError if there is none of that name."""
+        """Run the command `name` and return its result, or a Pending one.
+
+        Raises RequestError if there is no command of that name.
+        """
         if name not in self._commands:
             raise RequestError(f"unknown command {name!r}: use one of {', '.join(self._commands)}", param="method")
         return self._commands[name](*arguments)

@@ -7,9 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from engine.core.loop import EngineLoop
 from engine.core.operations import Operations
+from engine.core.pending import Pending
 from engine.errors import EngineDead
 from engine.protocol.messages import Abort, Ask, Command, Dead, Events, Reply, Report, Snapshot, Stop, Submit
 from engine.protocol.request import TokenEvent
@@ -38,6 +40,7 @@ class _Service:
         self._loop, self._receive, self._send = loop, receive, send
         self._operations = Operations(loop)
         self._inbox: deque[Command] = deque()  # received during a capture
+        self._pending: list[tuple[int, Pending]] = []  # with the number of the Ask
         self._next_report = self._next_idle_check = 0.0
         self._next_save = time.monotonic() + MANIFEST_SECONDS
 
@@ -68,7 +71,7 @@ class _Service:
                 # stall a step for 100 ms. Freeze again after each capture, because captures unfreeze.
                 gc.freeze()
             loop.executor.check()
-            busy = loop.has_work
+            busy = loop.can_step
             command = self._next_command(loop.seconds_to_wait() if busy else IDLE_SECONDS)
             with graphs.pool.turn():
                 while command is not None:
@@ -76,21 +79,23 @@ class _Service:
                         return
                     self._handle(command)
                     command = self._next_command(0.0)
+                if self._pending:
+                    self._finish_pending()
                 if busy and loop.seconds_to_wait() > 0:
                     continue  # more requests may come for the next step
-                if loop.has_work:
+                if loop.can_step:
                     self._send_events(loop.step())
                     self._next_report = min(self._next_report, time.monotonic() + REPORT_SECONDS)
-                if busy or loop.has_work:
+                if busy or loop.can_step:
                     last_busy = time.monotonic()
                 is_quiet = time.monotonic() - last_busy >= QUIET_SECONDS
-                captured = (loop.has_work or is_quiet) and loop.capture_between_steps(self._request_waits)
-            self._after_turn(became_idle=busy and not loop.has_work, captured=captured)
+                captured = (loop.can_step or is_quiet) and loop.capture_between_steps(self._request_waits)
+            self._after_turn(became_idle=busy and not loop.can_step, captured=captured)
 
     def _after_turn(self, *, became_idle: bool, captured: bool) -> None:
         """Check for leaks, report, and save the manifest, each if it is due."""
         loop, now = self._loop, time.monotonic()
-        if became_idle and now >= self._next_idle_check:
+        if became_idle and not loop.has_work and now >= self._next_idle_check:
             self._next_idle_check = now + IDLE_CHECK_SECONDS
             loop.count_leaks()
             now = time.monotonic()
@@ -107,8 +112,7 @@ class _Service:
         if is_lost:
             loop.take_events()
         else:
-            loop.abort([request.request_id for request in loop.scheduler.requests()])
-            loop.abort(loop.constraints.compiling)
+            loop.abort([request.request_id for request in loop.live_requests()])
         loop.save_manifest()
         self._send_events(loop.finisher.events)
 
@@ -131,10 +135,29 @@ class _Service:
         elif isinstance(command, Ask):
             self._loop.storage_may_have_moved()
             self._loop.steps.drain()  # the operation may change weights or storage that a step in flight uses
-            try:
-                self._send(Reply(command.number, self._operations.call(command.method, command.args)))
-            except Exception as error:
-                self._send(Reply(command.number, error=error))
+            self._reply(command.number, lambda: self._operations.call(command.method, command.args))
+
+    def _reply(self, number: int, operation: Callable[[], Any]) -> None:
+        """Answer an Ask with the result or the error of its operation, later if that is pending."""
+        try:
+            result = operation()
+        except Exception as error:
+            self._send(Reply(number, error=error))
+            return
+        if isinstance(result, Pending):
+            self._pending.append((number, result))
+        else:
+            self._send(Reply(number, result))
+
+    def _finish_pending(self) -> None:
+        """Finish the operations whose futures are done, and answer their Asks."""
+        done = [one for one in self._pending if one[1].future.done()]
+        for one in done:
+            number, (future, finish) = one
+            self._pending.remove(one)
+            self._loop.storage_may_have_moved()
+            self._loop.steps.drain()
+            self._reply(number, lambda future=future, finish=finish: finish(future.result()))  # type: ignore[misc]
 
     def _send_events(self, events: list[TokenEvent]) -> None:
         """Send the events of a step. A snapshot precedes the end of a request: its answer is in the counters then.

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.errors import RequestError, WeightUpdateError
 
 TIMEOUT_SECONDS = 300.0
-PACKED_BYTES = 1 << 28
+PACKED_BYTES = 1 << 30  # vLLM's
 BACKENDS = ("gloo", "nccl")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -174,11 +174,11 @@ def _new_group(
 
 
 def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:
-    """Divide specs into the chunks that are packed together: each ends with the tensor that brings it to `nbytes`."""
+    """Divide specs into the chunks that are packed together: each ends with the tensor that exceeds `nbytes`."""
     chunk: list[TensorSpec] = []
     for spec in specs:
         chunk.append(spec)
-        if sum(one.nbytes for one in chunk) >= nbytes:
+        if sum(one.nbytes for one in chunk) > nbytes:
             yield chunk
             chunk = []
     if chunk:

@@ -67,8 +67,8 @@ class Executor(Protocol):
         """
         ...
 
-    def load_weights(self, path: str) -> int:
-        """As `update_weights`, from a safetensors file or a folder of them that every rank can read."""
+    def load_weights(self, *paths: str) -> int:
+        """As `update_weights`, from safetensors files or folders of them that every rank can read."""
         ...
 
     def check(self) -> None:

@@ -161,11 +161,11 @@ class MultiprocExecutor:
                 tensor.release()
             raise
 
-    def load_weights(self, path: str) -> int:
-        path = os.path.abspath(path)
+    def load_weights(self, *paths: str) -> int:
+        absolute = [os.path.abspath(path) for path in paths]
         self._group.check()
-        count = self.worker.stage_files(path)
-        return self._commit(count, lambda: self._broadcast("stage_files", path, has_reply=True))
+        count = self.worker.stage_files(*absolute)
+        return self._commit(count, lambda: self._broadcast("stage_files", *absolute, has_reply=True))
 
     def _share(self, weights: Sequence[tuple[str, Tensor]], sent: list[SharedTensor]) -> int:
         """Send whole tensors to all workers to stage, add them to `sent`, and return the call's number."""

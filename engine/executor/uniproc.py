@@ -35,8 +35,8 @@ class UniprocExecutor:
         self.worker.commit_weights()
         return count
 
-    def load_weights(self, path: str) -> int:
-        count = self.worker.stage_files(path)
+    def load_weights(self, *paths: str) -> int:
+        count = self.worker.stage_files(*paths)
         self.worker.commit_weights()
         return count
 

@@ -51,12 +51,23 @@ def max_tiles(entries: int, experts: int, rows: int) -> int:
 
 
 def run_experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, tile: GemmTile | None = None
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    tile: GemmTile | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
 ) -> Tensor:
     """Return each row's sum of its experts' outputs times their weights: x [T, h] -> [T, h].
 
     weights float32 [T, k]; experts int64 [T, k], -1 in rows without expert, which get 0; gate_up [E, 2I, h] with gate
-    first, down [E, h, I]; all contiguous. Accumulates in float32. `tile` overrides `choose_tile`. No host reads: safe
+    first, down [E, h, I]; biases [E, 2I] and [E, h]; all contiguous. `limit` and `alpha` are those of the experts'
+    GatedActivation. Accumulates in float32. `tile` overrides `choose_tile`. No host reads: safe
     to capture.
     """
     (tokens, top_k), (num_experts, hidden, width) = experts.shape, down.shape
@@ -68,9 +79,10 @@ def run_experts(
         experts, order, starts, entries, E=num_experts, BLOCK=block, num_warps=max(1, block // 512)
     )
     gated = torch.empty(entries, width, dtype=x.dtype, device=x.device)
-    _grouped_gemm(x, gate_up, gated, order, starts, top_k, True, tile)
+    activation = (limit or 0.0, alpha)
+    _grouped_gemm(x, gate_up, gate_up_bias, gated, order, starts, top_k, activation, tile)
     outputs = torch.empty(entries, hidden, dtype=x.dtype, device=x.device)
-    _grouped_gemm(gated, down, outputs, order, starts, top_k, False, tile)
+    _grouped_gemm(gated, down, down_bias, outputs, order, starts, top_k, None, tile)
     total = torch.empty_like(x)
     block = min(1024, next_power_of_2(hidden))
     combine_kernel[(tokens, cdiv(hidden, block))](outputs, weights, experts, total, TOP_K=top_k, H=hidden, BLOCK=block)
@@ -80,19 +92,23 @@ def run_experts(
 def _grouped_gemm(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     order: Tensor,
     starts: Tensor,
     top_k: int,
-    gated: bool,
+    activation: tuple[float, float] | None,
     tile: GemmTile | None,
 ) -> None:
+    """Launch one GEMM over all experts; `activation`: limit and alpha of a gated one, None: it is not gated."""
+    gated, (limit, alpha) = activation is not None, activation or (0.0, 1.0)
     entries, outputs = out.shape
     num_experts, _, inputs = weight.shape
     tile = tile or choose_tile(entries, num_experts, gated, x.dtype)
     expert_gemm_kernel[(max_tiles(entries, num_experts, tile.rows), cdiv(outputs, tile.columns))](
         x,
         weight,
+        weight if bias is None else bias,
         out,
         order,
         starts,
@@ -105,6 +121,9 @@ def _grouped_gemm(
         BN=tile.columns,
         BK=tile.depth,
         GATED=gated,
+        BIAS=bias is not None,
+        LIMIT=limit,
+        ALPHA=alpha,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -35,6 +35,7 @@ def sort_kernel(experts, order, starts, entries, E: tl.constexpr, BLOCK: tl.cons
 def expert_gemm_kernel(
     x,
     weight,
+    bias,
     out,
     order,
     starts,
@@ -47,13 +48,18 @@ def expert_gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Multiply each expert's entries by its matrix, with float32 accumulation.
 
-    - GATED: out[place] = silu(x[token] W_gateᵀ) * (x[token] W_upᵀ), with W [E, 2N, K] and x [tokens, K]; `place` is the
-      entry's place in `order`.
+    - GATED: out[place] = activation(x[token] W_gateᵀ, x[token] W_upᵀ), with W [E, 2N, K] and x [tokens, K]; `place` is
+      the entry's place in `order`. The activation is GatedActivation with this limit (0: None) and alpha.
     - else: out[entry] = x[place] Wᵀ, with W [E, N, K].
+
+    With BIAS, an expert's bias [2N] or [N] is added to the product, before the activation.
 
     Axis 0 counts tiles of BM places, expert by expert; its programs beyond the last tile exit. Axis 1: tiles of BN
     columns.
@@ -86,8 +92,16 @@ def expert_gemm_kernel(
         if GATED:
             b_up = tl.load(w_rows + N * K + k[:, None], mask=in_weight, other=0.0)
             total_up = tl.dot(a, b_up, total_up, input_precision=PRECISION)
+    if BIAS:
+        own_bias = bias + expert * rows_per_expert + columns
+        total += tl.load(own_bias, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(own_bias + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        total = total * tl.sigmoid(total) * total_up
+        if LIMIT > 0:
+            total = tl.minimum(total, LIMIT)
+            total_up = tl.minimum(tl.maximum(total_up, -LIMIT), LIMIT) + 1.0
+        total = total * tl.sigmoid(ALPHA * total) * total_up
     targets = places if GATED else entries
     at = out + targets.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])

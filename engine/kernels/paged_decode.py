@@ -139,6 +139,7 @@ def paged_decode(
     slots: torch.Tensor | None = None,
     rotation: NormRope | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     shared: SharedPrefixes | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
@@ -158,6 +159,7 @@ def paged_decode(
     - `rotation`: q and the new keys are raw projections; norm and rotate them first.
     - `window`: attend only to the last `window` keys, the newest included. Earlier pages are not read, their page-table
       entries may be 0.
+    - `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0.
     - `shared`: read the keys that rows share once per group. Not with `window`.
     - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
     - `workspace`: from `decode_workspace` for the same shapes, `num_splits` and `shared`; None allocates it.
@@ -177,6 +179,7 @@ def paged_decode(
         _check_rows("new_kv[1]", v_new, (batch, kv_heads, dim))
     if shared is not None:
         _check_shared(shared, batch, group, window)
+    check_sinks(sinks, kv_heads * group)
     out = _output(out, q)
     tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
@@ -206,10 +209,11 @@ def paged_decode(
         )  # fmt: skip
     decode_kernel[(kv_heads, batch, own_splits)](
         q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
-        *weights, norm_rope.cos, norm_rope.sin, *numbers, cdiv(splits.min_keys, tiling.block_keys), programs,
+        *weights, norm_rope.cos, norm_rope.sin, q if sinks is None else sinks, *numbers,
+        cdiv(splits.min_keys, tiling.block_keys), programs,
         *q.stride()[:3], *k_new.stride()[:2], *v_new.stride()[:2], *strides,
         GROUP_PAD=max(16, next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
-        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0,
+        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0, SINKS=sinks is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants,
     )  # fmt: skip
     return out
@@ -290,6 +294,12 @@ def check_window(window: int | None) -> None:
     """Raise ValueError if `window` is a number below 1."""
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; give the number of keys that a query reads, at least 1, or None for all")
+
+
+def check_sinks(sinks: torch.Tensor | None, heads: int) -> None:
+    """Raise ValueError if `sinks` are not one number per query head."""
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks must be contiguous [{heads}], found {tuple(sinks.shape)}")
 
 
 def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | None) -> Splits:

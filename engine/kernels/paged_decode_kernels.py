@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _combine(
@@ -124,17 +126,16 @@ def _store_result(
 def _attend(
     q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
     ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, SKIPS: tl.constexpr,
+    PRECISION: tl.constexpr, SKIPS: tl.constexpr, row_max, row_sum,
 ):  # fmt: skip
     """Return the attention of q [ROWS, DIM_PAD] over keys start..end and its log-sum-exp, base 2.
 
-    With SKIPS, keys before `first_key` are left out. `page` holds the page numbers of the first BLOCK keys.
+    With SKIPS, keys before `first_key` are left out. `page` holds the page numbers of the first BLOCK keys. The softmax
+    begins with scores of maximum row_max [ROWS], whose weights sum to row_sum [ROWS] and whose values are 0.
     """
     dims = tl.arange(0, DIM_PAD)
     keys = tl.arange(0, BLOCK)
     dim_ok = dims < DIM
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     for block_start in range(start, end, BLOCK):
         key_index = block_start + keys
@@ -214,6 +215,7 @@ def prefix_kernel(
         q.to(k_cache_ptr.dtype.element_ty), table, page, k_cache_ptr + kv_head * cache_head,
         v_cache_ptr + kv_head * cache_head, start, end, 0, scale_log2, cache_page, cache_slot,
         MEMBERS * GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, False,
+        tl.full([MEMBERS * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([MEMBERS * GROUP_PAD], tl.float32),
     )  # fmt: skip
     place = ((row * KV_HEADS + kv_head) * GROUP + head) * max_splits + split
     tl.store(acc_ptr + place[:, None] * DIM + dims[None, :], acc, mask=mask)
@@ -224,13 +226,13 @@ def prefix_kernel(
 @triton.jit(do_not_specialize=["max_splits", "min_blocks", "programs"])
 def decode_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, shared_ptr,
-    num_groups_ptr, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, scale_log2, eps,
-    max_splits, min_blocks, programs,
+    num_groups_ptr, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
+    scale_log2, eps, max_splits, min_blocks, programs,
     q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend to a row's keys, with PREFIX_SPLITS above 0 to those after its shared prefix, for one KV head and split.
 
@@ -296,9 +298,16 @@ def decode_kernel(
             )  # fmt: skip
         tl.debug_barrier()  # other threads of this program read that row in the loop below
 
+    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_PAD], tl.float32)
+    if SINKS:
+        if split == 0:  # always active: one split counts the sink
+            sinks = tl.load(sinks_ptr + kv_head * GROUP + group, mask=group < GROUP, other=0.0)
+            row_max = sinks.to(tl.float32) * LOG2_E
+            row_sum += 1.0
     acc, lse = _attend(
         q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
-        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS,
+        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS, row_max, row_sum,
     )  # fmt: skip
     _store_result(
         acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head, split, active, of_prefix,

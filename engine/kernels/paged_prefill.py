@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.launch import cdiv, next_power_of_2
-from engine.kernels.paged_decode import _LOG2_E, NormRope, by_kv_head, check_window
+from engine.kernels.paged_decode import _LOG2_E, NormRope, by_kv_head, check_sinks, check_window
 from engine.kernels.paged_prefill_kernels import append_kernel, norm_rope_kernel, prefill_kernel
 
 FULL_DEVICE_PROGRAMS = 256
@@ -144,6 +144,7 @@ def paged_prefill(
     out: Tensor,
     tile: Tile | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write causal attention of rotated queries q [T, H, D] over their sequences' pages to out [T, H * D].
 
@@ -153,6 +154,8 @@ def paged_prefill(
     A query at position p reads keys 0..p from the pages, which must already hold the keys of its own chunk. With a
     `window` it reads keys p - window + 1..p: earlier pages are not read, their page-table entries may be 0.
 
+    `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0.
+
     Rows of padding tokens are not written. Returns `out`. One launch with a grid fixed by T and C; no host read.
     Raises ValueError if shapes, dtypes or the window are not as described.
     """
@@ -161,6 +164,7 @@ def paged_prefill(
     tokens, group = len(q), q.shape[2]
     heads = kv_heads * group
     check_window(window)
+    check_sinks(sinks, heads)
     if q.dtype != k_cache.dtype or v_cache.dtype != k_cache.dtype:
         raise ValueError(f"q and the caches must have one dtype, found {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
     if out.shape != (tokens, heads * dim) or not out.is_contiguous():
@@ -170,11 +174,13 @@ def paged_prefill(
     # the last tile of a chunk may be partial: at most one extra tile per chunk
     tiles = cdiv(tokens, tile.rows // tile.pack) + chunks
     prefill_kernel[(heads // tile.pack, tiles)](
-        q, k_cache, v_cache, page_table, layout.ends, layout.starts, layout.slots, out, chunks, scale * _LOG2_E,
+        q, k_cache, v_cache, page_table, layout.ends, layout.starts, layout.slots, out, q if sinks is None else sinks,
+        chunks, scale * _LOG2_E,
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
         HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=page_size, CHUNKS_PAD=next_power_of_2(chunks), ROWS=tile.rows, BLOCK=tile.block_keys,
-        WINDOW=window or 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit products ignore it
+        WINDOW=window or 0, SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit products ignore it
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_decode_kernels import _norm_rope
+from engine.kernels.paged_decode_kernels import LOG2_E, _norm_rope
 
 LOWEST = tl.constexpr(-1e30)
 """Stands for the maximum of no scores: finite, and below any score of finite queries and keys."""
@@ -140,11 +140,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["chunks"])
 def prefill_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, chunks, scale_log2,
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, ends_ptr, starts_ptr, slots_ptr, out_ptr, sinks_ptr, chunks, scale_log2,
     q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS / PACKED_HEADS tokens of one chunk, each with PACKED_HEADS heads that share a KV head.
 
@@ -184,6 +184,9 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    if SINKS:  # the softmax begins with the sink, whose value is 0
+        row_max = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        row_sum += 1.0
     if WINDOW > 0:
         positions = tl.minimum(positions, key_end - 1)  # rows past the chunk see a key too: no 0 / 0
         key_begin = tl.maximum(num_past + first_query + 1 - WINDOW, 0)

@@ -17,7 +17,7 @@ class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [sum of rows, inputs]; `parts` maps checkpoint names to row counts, in order.
 
     `Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576, ...)` fuses three GEMMs; an unfused layer has one part.
-    `method` stores W and computes with it.
+    `joined` is the name of a checkpoint tensor that has the rows of all parts. `method` stores W and computes with it.
     """
 
     weight: Any  # the parameter of a plain weight; see `method`
@@ -31,9 +31,10 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         method: WeightMethod = PLAIN,
+        joined: str | None = None,
     ):
         super().__init__()
-        self.parts, self.method = dict(parts), method
+        self.parts, self.method, self.joined = dict(parts), method, joined
         self.inputs, self.outputs = inputs, sum(parts.values())
         method.create(self, (self.outputs, inputs), dtype, device)
         self.bias = None
@@ -56,12 +57,16 @@ class Linear(nn.Module):
         """Map Hugging Face names to row ranges of the fused storage, with the dimensions that ranks may split."""
         found: dict[str, Stored] = {}
         start = 0
-        for name, rows in self.parts.items():
-            for suffix, stored in self.method.slots(self, start, rows).items():
-                found[f"{prefix}.{name}.{suffix}"] = stored
-            if self.bias is not None:
-                found[f"{prefix}.{name}.bias"] = Stored(WeightSlot(self.bias, start, rows), 0, None)
+        for name, rows in (self.parts if self.joined is None else {self.joined: self.outputs}).items():
+            found |= {f"{prefix}.{name}.{suffix}": one for suffix, one in self.stored_rows(start, rows).items()}
             start += rows
+        return found
+
+    def stored_rows(self, start: int, rows: int) -> dict[str, Stored]:
+        """Map the last parts of checkpoint names to the storage of some rows of W, and of the bias."""
+        found = dict(self.method.slots(self, start, rows))
+        if self.bias is not None:
+            found["bias"] = Stored(WeightSlot(self.bias, start, rows), 0, None)
         return found
 
     def extra_repr(self) -> str:

@@ -17,14 +17,15 @@ from engine.errors import ModelError
 from engine.layers.float32_linear import linear_float32
 from engine.layers.linear import Embedding, Linear
 from engine.layers.weight_method import PLAIN, WeightMethod
-from engine.layers.weight_slot import MatrixSlot, PartSlot, Slot, SplitSlot, WeightSlot
+from engine.layers.weight_slot import JoinedSlot, MatrixSlot, PartSlot, Slot, SplitSlot, WeightSlot
 
 
 class ColumnParallelLinear(Linear):
     """Linear layer whose outputs are split: x [T, inputs] -> this rank's 1 / size of the outputs of each part.
 
     `parts` gives whole sizes. Every part is split by itself, so a rank of a fused QKV projection has its q rows, then
-    its k rows, then its v rows. Raises ModelError if a part is not divisible by the number of ranks.
+    its k rows, then its v rows; a `joined` checkpoint tensor is split by its parts too. Raises ModelError if a part is
+    not divisible by the number of ranks.
     """
 
     def __init__(
@@ -37,15 +38,32 @@ class ColumnParallelLinear(Linear):
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
         method: WeightMethod = PLAIN,
+        joined: str | None = None,
     ):
-        super().__init__(rank_rows(parts, parallel), inputs, bias=bias, dtype=dtype, device=device, method=method)
+        rows = rank_rows(parts, parallel)
+        super().__init__(rows, inputs, bias=bias, dtype=dtype, device=device, method=method, joined=joined)
         self.parallel = parallel
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map Hugging Face names to this rank's rows of the fused storage."""
+        if self.joined is not None and self.parallel.size > 1:
+            return {f"{prefix}.{self.joined}.{suffix}": slot for suffix, slot in self._joined_slots().items()}
         return {
             name: split_slot(stored.slot, stored.output_dim, self.parallel)
             for name, stored in self.stored(prefix).items()
+        }
+
+    def _joined_slots(self) -> dict[str, Slot]:
+        """Map the last parts of checkpoint names to slots of the joined tensor, of which each part is split."""
+        pieces, start = [], 0
+        for rows in self.parts.values():
+            pieces.append(self.stored_rows(start, rows))
+            start += rows
+        if unsplit := [suffix for suffix, stored in pieces[0].items() if stored.output_dim != 0]:
+            raise ModelError(f"{', '.join(unsplit)} of {self.joined} can't be split over tensor-parallel ranks")
+        return {
+            suffix: JoinedSlot([split_slot(piece[suffix].slot, 0, self.parallel) for piece in pieces])
+            for suffix in pieces[0]
         }
 
 
@@ -116,7 +134,8 @@ class VocabParallelEmbedding(Embedding):
 class VocabParallelHead(Linear):
     """LM head whose rows are split: hidden [N, h] -> float32 logits [N, vocab], gathered on every rank without padding.
 
-    `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses.
+    `tied`: the weight of a VocabParallelEmbedding of the same vocabulary and ranks, which the head then uses. `bias`:
+    whether the head has a bias, not with a tied weight.
     """
 
     def __init__(
@@ -128,22 +147,29 @@ class VocabParallelHead(Linear):
         device: torch.device,
         parallel: TensorParallel = SINGLE_RANK,
         tied: torch.nn.Parameter | None = None,
+        bias: bool = False,
     ):
         part = parallel.vocab_part(vocab)
         device = device if tied is None else torch.device("meta")  # a tied head needs no storage of its own
-        super().__init__({"lm_head": part.rows}, hidden, bias=False, dtype=dtype, device=device)
+        super().__init__({"lm_head": part.rows}, hidden, bias=bias, dtype=dtype, device=device)
         self.vocab, self.parallel = vocab, parallel
         if tied is None:
             self.weight.data[part.used :].zero_()
         else:
             self.weight = tied
+        if self.bias is not None:
+            self.bias.data[part.used :].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.gather_columns(linear_float32(x, self.weight), self.vocab)
+        logits = linear_float32(x, self.weight)
+        return self.parallel.gather_columns(logits if self.bias is None else logits + self.bias, self.vocab)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
-        """Map the weight's Hugging Face name to this rank's rows."""
-        return {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+        """Map the parameters' Hugging Face names to this rank's rows."""
+        slots = {f"{prefix}.lm_head.weight": _vocab_slot(self.weight, self.vocab, self.parallel)}
+        if self.bias is not None:
+            slots[f"{prefix}.lm_head.bias"] = _vocab_slot(self.bias, self.vocab, self.parallel)
+        return slots
 
 
 def embed_part(token_ids: Tensor, table: Tensor, first: int) -> Tensor:
@@ -191,4 +217,4 @@ def _vocab_slot(weight: Tensor, vocab: int, parallel: TensorParallel) -> Slot:
     if parallel.size == 1:
         return WeightSlot(weight)
     part = parallel.vocab_part(vocab)
-    return PartSlot(weight.data[: part.used], (vocab, weight.shape[1]), 0, part.first)
+    return PartSlot(weight.data[: part.used], (vocab, *weight.shape[1:]), 0, part.first)

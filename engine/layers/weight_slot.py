@@ -5,6 +5,7 @@ Layers create the slots; loader/weights.py writes to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol, runtime_checkable
 
@@ -101,6 +102,36 @@ class PartSlot:
     def read(self) -> Tensor:
         """Return this rank's part: an alias if its rows are contiguous, a copy if they are interleaved with others."""
         return self.target.reshape(self.part)
+
+
+class JoinedSlot:
+    """The slot of a checkpoint tensor whose rows are the rows of several tensors, such as q, k and v, in order.
+
+    `parts` are the slots of those tensors, which ranks split each by itself.
+    """
+
+    def __init__(self, parts: Sequence[Slot]):
+        self.parts = parts
+        self.rows = [part.shape[0] for part in parts]
+        self.shape = (sum(self.rows), *parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to which `write` converts."""
+        return self.parts[0].dtype
+
+    def write(self, tensor: Tensor) -> None:
+        """Store this rank's rows of the whole `tensor` (any floating dtype, any device) in place."""
+        for part, rows in zip(self.parts, tensor.split(self.rows), strict=True):
+            part.write(rows)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the rows of the whole `tensor` that are stored here."""
+        return torch.cat([part.part_of(rows) for part, rows in zip(self.parts, tensor.split(self.rows), strict=True)])
+
+    def read(self) -> Tensor:
+        """Return a copy of this rank's rows."""
+        return torch.cat([part.read() for part in self.parts])
 
 
 class SplitSlot:

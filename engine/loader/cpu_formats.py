@@ -155,9 +155,12 @@ def build_int4_model(
 
 
 def _store_head_in_float32(model: Decoder) -> None:
-    """Replace the head, and the embedding if it is tied to it, by empty ones in float32 storage, unless too large."""
+    """Replace the head, and the embedding if it is tied to it, by empty ones in float32 storage.
+
+    Not if they are too large, or if the head has a bias.
+    """
     size = (model.config.vocab_size, model.config.hidden_size)
-    if 4 * math.prod(size) > FLOAT32_HEAD_BYTES:
+    if 4 * math.prod(size) > FLOAT32_HEAD_BYTES or model.config.head_bias:
         return
     if model.config.tie_word_embeddings:
         model.embedding = Float32Embedding(*size, model.dtype)

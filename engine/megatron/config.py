@@ -20,8 +20,8 @@ LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """Values that are fixed in Megatron-Core's rope scaling."""
 
 TRANSLATED = frozenset(
-    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm sliding_window bos_token_id
-    eos_token_ids dtype""".split()
+    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows bos_token_id eos_token_ids
+    dtype""".split()
 )
 """Options of ModelConfig that are translated, or refused below with a reason."""
 
@@ -120,14 +120,14 @@ def _unsupported(config: ModelConfig) -> list[str]:
         problems.append(
             f"biases on {_named_biases(biases)} only; it supports biases on no projection, on q, k and v, or on all"
         )
-    if config.sliding_window is not None:
+    if sizes := sorted({size for size in config.windows if size is not None}):
         problems.append(
-            f"attention within a sliding window of {config.sliding_window} tokens, which is not "
+            f"attention within a sliding window of {' or '.join(map(str, sizes))} tokens, which is not "
             "translated to its window_size"
         )
     scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "yarn":
-        problems.append("rope scaling 'yarn', for which its TransformerConfig has no fields")
+    if scaling is not None and scaling.kind not in ("linear", "llama3"):
+        problems.append(f"rope scaling {scaling.kind!r}, for which its TransformerConfig has no fields")
     if scaling is not None and scaling.kind == "llama3":
         problems += [
             f"rope scaling 'llama3' with {name} {getattr(scaling, name)}, where it has {fixed} fixed"

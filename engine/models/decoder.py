@@ -17,28 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.mxfp4 import dequantised
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.norm import RMSNorm
+from engine.layers.moe import EXPERT_ALIGNMENT
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
-from engine.layers.rotary import RotaryTable
+from engine.layers.rotary import RopeScaling, RotaryTable
 from engine.layers.weight_method import WeightMethods, plain_weights
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import DecoderTensors, HeadLayout, LayerTensors
 from engine.models.interface import ForwardContext, Model, tensor_kinds
-from engine.models.layer import DecoderLayer, GatedMLP
+from engine.models.layer import DecoderLayer, GatedMLP, make_norm
 from engine.models.options import LayerOptions
 
-GATE_UP, DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
-"""Names of stacked experts, tensors [E, 2I, h] and [E, h, I], as in the modules of transformers 5."""
-
-
 FUSED_OPTIONS = frozenset(
-    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm sliding_window windows
-    attention_scale scaled_positions num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
-    bos_token_id eos_token_ids dtype""".split()
+    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows names attention_scale
+    attention_sinks scaled_positions
+    num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
+    sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
+    expert_names bos_token_id eos_token_ids dtype""".split()
 )
 """Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
 
@@ -51,7 +50,7 @@ class Decoder(Model, nn.Module):
     `self.config` has the attention heads, KV heads and MLP columns of one rank. `methods` chooses how each linear layer
     stores its weight.
 
-    Raises ModelError if max_len exceeds the config's sliding window, or if heads or MLP columns can't be split evenly.
+    Raises ModelError if heads or MLP columns can't be split evenly.
     """
 
     def __init__(
@@ -66,11 +65,6 @@ class Decoder(Model, nn.Module):
         super().__init__()
         device = torch.device(device)
         max_len = config.context_length if max_len is None else max_len
-        if config.sliding_window is not None and max_len > config.sliding_window:
-            raise ModelError(
-                f"this model attends within a sliding window of {config.sliding_window} tokens, which is "
-                f"not supported; set max_model_len to at most {config.sliding_window} (found {max_len})"
-            )
         self.config, self.parallel = rank_config(config, parallel.size), parallel
         self.dtype, self.device, self.max_len = dtype, device, max_len
         self.embedding = VocabParallelEmbedding(
@@ -80,7 +74,7 @@ class Decoder(Model, nn.Module):
         self.layers = nn.ModuleList(
             self.make_layer(config, index, f"model.layers.{index}", options) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device, weight_offset=config.norm_offset)
+        self.norm = make_norm(config, dtype, device)
         self.lm_head = VocabParallelHead(
             config.vocab_size,
             config.hidden_size,
@@ -88,15 +82,18 @@ class Decoder(Model, nn.Module):
             device=device,
             parallel=parallel,
             tied=self.embedding.weight if config.tie_word_embeddings else None,
+            bias=config.head_bias,
         )
-        self.rotary = RotaryTable(config.head_dim, config.rope_theta, config.rope_scaling, max_len, dtype, device)
-        self.local_rotary = None
+
+        def rotary(theta: float, scaling: RopeScaling | None) -> RotaryTable:
+            dims, interleaved = config.rotary_dim or config.head_dim, config.rope_interleaved
+            return RotaryTable(dims, theta, scaling, max_len, dtype, device, interleaved=interleaved)
+
+        self.rotary, self.local_rotary = rotary(config.rope_theta, config.rope_scaling), None
         if config.local_rope_theta is not None:
-            self.local_rotary = RotaryTable(
-                config.head_dim, config.local_rope_theta, config.local_rope_scaling, max_len, dtype, device
-            )
-        self.embedding_scale = None
-        if config.embedding_scale is not None:
+            self.local_rotary = rotary(config.local_rope_theta, config.local_rope_scaling)
+        self.embedding_scale = config.embedding_scale
+        if config.embedding_scale is not None and config.embedding_scale_in_dtype:
             # rounded as in training: in bfloat16, sqrt(3072) is 55.5
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -124,10 +121,11 @@ class Decoder(Model, nn.Module):
         return self.kinds_of_modules()
 
     def kinds_of_modules(self) -> Sequence[Hashable]:
-        """Return the kind of each layer by its cache spec, the types of its modules, and their tensors."""
+        """Return the kind of each layer by its cache spec, rotary embedding, types of modules, and tensors."""
+        rope_index = self.config.rope_index
         return [
-            (spec, tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
-            for spec, layer in zip(self.cache_specs(), self.layers, strict=True)
+            (spec, rope_index(index), tuple(map(type, layer.modules())), tensor_kinds(layer.state_dict().items()))
+            for index, (spec, layer) in enumerate(zip(self.cache_specs(), self.layers, strict=True))
         ]
 
     def embed(self, tokens: Tensor, index: Tensor | None = None) -> Tensor:
@@ -135,7 +133,7 @@ class Decoder(Model, nn.Module):
         return hidden if self.embedding_scale is None else hidden * self.embedding_scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Positions int64 [T] -> cos and sin [T, 1, D]; then those of layers with a window, if they differ."""
+        """Positions int64 [T] -> cos and sin [T, 1, rotary_dim]; then those of layers with a window, if they differ."""
         values = self.rotary(positions)
         return values if self.local_rotary is None else (*values, *self.local_rotary(positions))
 
@@ -147,6 +145,8 @@ class Decoder(Model, nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits, softcap = self.lm_head(self.final_norm(hidden)), self.config.logit_softcap
+        if self.config.logit_scale is not None:
+            logits = logits * self.config.logit_scale
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def weight_slots(self) -> dict[str, Slot]:
@@ -157,35 +157,30 @@ class Decoder(Model, nn.Module):
         slots: dict[str, Slot] = {**self.embedding.slots("model.embed_tokens")}
         for index, layer in enumerate(self.layers):
             slots |= layer.slots(f"model.layers.{index}")
-        slots |= self.norm.slots("model.norm")
+        slots |= self.norm.slots(self.config.names.norm)
         if not self.config.tie_word_embeddings:
             slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
         return slots
 
     def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Yield `tensors` with stacked experts, of `GATE_UP` and `DOWN`, as views of each expert's matrices."""
-        if not self.config.num_experts:
+        """Return `tensors` under the checkpoint's names, MXFP4 ones dequantised; see ExpertNames.checkpoint_tensors."""
+        config = self.config
+        if config.draft_layers:
+            tensors = self._without_draft_layers(tensors)
+        if not config.num_experts:
             return tensors
-        return (part for item in tensors for part in (self._split(*item) if self._is_stacked(item) else (item,)))
+        if config.expert_names.interleaved:
+            tensors = dequantised(tensors, self.device)
+        return config.expert_names.checkpoint_tensors(tensors, config.num_experts)
 
-    def _is_stacked(self, item: Any) -> bool:
-        """Return whether the item, which a caller may have sent malformed, is a stacked tensor of as many experts."""
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            return False
-        name, tensor = item
-        if not isinstance(name, str) or not name.endswith((GATE_UP, DOWN)) or not isinstance(tensor, Tensor):
-            return False
-        return tensor.dim() == 3 and len(tensor) == self.config.num_experts
-
-    def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        prefix = name.rpartition(".")[0]
-        for index, matrix in enumerate(tensor):
-            if name.endswith(DOWN):
-                yield f"{prefix}.{index}.down_proj.weight", matrix
-            else:
-                gate, up = matrix.tensor_split(2)
-                yield f"{prefix}.{index}.gate_proj.weight", gate
-                yield f"{prefix}.{index}.up_proj.weight", up
+    def _without_draft_layers(self, tensors: Iterable[Any]) -> Iterator[Any]:
+        """Yield `tensors` without those of the layers for drafts that follow the decoder layers."""
+        first = self.config.num_layers
+        prefixes = tuple(f"model.layers.{first + index}." for index in range(self.config.draft_layers))
+        for item in tensors:
+            is_named = isinstance(item, tuple | list) and len(item) > 0 and isinstance(item[0], str)
+            if not is_named or not item[0].startswith(prefixes):
+                yield item
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) of every weight; tensors alias the model's storage.
@@ -216,24 +211,24 @@ class Decoder(Model, nn.Module):
 def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
     """Return `config` with the attention heads, KV heads and MLP columns of one of `ranks` tensor-parallel ranks.
 
-    Raises ModelError that lists every size that is not a multiple of `ranks`, and for experts, which can't be split.
+    Raises ModelError that lists every size that can't be split evenly.
     """
     if ranks == 1:
         return config
+    sizes = {"num_heads": ("attention heads", 1), "num_kv_heads": ("key and value heads", 1)}
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = ("MLP columns", 1)
     if config.num_experts:
-        raise ModelError(f"{config.architecture} can't be split, found tensor_parallel_size={ranks}: leave it out")
-    sizes = {
-        "num_heads": "attention heads",
-        "num_kv_heads": "key and value heads",
-        "intermediate_size": "MLP columns",
-    }
+        sizes["moe_intermediate_size"] = ("columns of an expert", EXPERT_ALIGNMENT)
+    if config.shared_expert_size:
+        sizes["shared_expert_size"] = ("columns of the shared expert", 1)
     problems = [
-        f"its {getattr(config, name)} {text} are not a multiple of {ranks}"
-        for name, text in sizes.items()
-        if getattr(config, name) % ranks
+        f"its {getattr(config, name)} {text} are not a multiple of {ranks * unit}"
+        for name, (text, unit) in sizes.items()
+        if getattr(config, name) % (ranks * unit)
     ]
     if problems:
-        divisor = math.gcd(*(getattr(config, name) for name in sizes))
+        divisor = math.gcd(*(getattr(config, name) // unit for name, (_, unit) in sizes.items()))
         raise ModelError(
             f"this {config.architecture} can't be split with tensor_parallel_size={ranks}: {'; '.join(problems)}. "
             + (f"Give a divisor of {divisor}" if divisor > 1 else "Leave tensor_parallel_size out")
@@ -285,6 +280,7 @@ class NativeTensors:
             down=mlp.down.linear_weight if dense else None,
             down_bias=mlp.down.bias if dense else None,
             mlp=None if dense else layer.mlp_part,
+            sinks=attn.sinks,
         )
 
     @property
@@ -293,6 +289,7 @@ class NativeTensors:
 
     @property
     def norm(self) -> Tensor:
+        assert self._model.norm.weight is not None  # unfused_parts refuses other norms than RMSNorm
         return self._model.norm.weight
 
     @property

@@ -67,6 +67,7 @@ class LayerTensors(NamedTuple):
     down: LinearWeight | None
     down_bias: Tensor | None
     mlp: Callable[[Tensor, ForwardContext], Tensor] | None = None
+    sinks: Tensor | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, tensor) of every parameter; the scale of a quantised weight is `qkv.scale` and so on."""

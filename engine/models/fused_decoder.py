@@ -148,7 +148,7 @@ class FusedDecoder(Model):
             late=True,
         )
         attention = cast(FusedAttention, context.attention)
-        attention.attend_raw(index, *self.heads.cut(qkv), self._norm_rope(layer), attention_out)
+        attention.attend_raw(index, *self.heads.cut(qkv), self._norm_rope(layer), attention_out, layer.sinks)
         next_norm = None if layer.gate_up is None else layer.post_norm
         self._add_linear(hidden, attention_out, layer.o, layer.o_bias, next_norm, buffer_index=0)
 

@@ -20,8 +20,14 @@ class LayerOptions:
     parallel: TensorParallel = SINGLE_RANK
     methods: WeightMethods = plain_weights
 
-    def column_linear(self, prefix: str, parts: dict[str, int], inputs: int, *, bias: bool) -> ColumnParallelLinear:
-        """Create a linear layer whose outputs are split; `prefix` begins the checkpoint names of its parts."""
+    def column_linear(
+        self, prefix: str, parts: dict[str, int], inputs: int, *, bias: bool, joined: str | None = None
+    ) -> ColumnParallelLinear:
+        """Create a linear layer whose outputs are split; `prefix` begins the checkpoint names of its parts.
+
+        `joined` is the name of one checkpoint tensor that has the rows of all parts.
+        """
+        rows = rank_rows(parts, self.parallel)
         return ColumnParallelLinear(
             parts,
             inputs,
@@ -29,7 +35,8 @@ class LayerOptions:
             dtype=self.dtype,
             device=self.device,
             parallel=self.parallel,
-            method=self.methods(prefix, rank_rows(parts, self.parallel), inputs),
+            method=self.methods(prefix, rows if joined is None else {joined: sum(rows.values())}, inputs),
+            joined=joined,
         )
 
     def row_linear(self, prefix: str, parts: dict[str, int], inputs: int, *, bias: bool) -> RowParallelLinear:

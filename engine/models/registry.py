@@ -20,12 +20,21 @@ from engine.checkpoint.quantization import quantization_values
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
+from engine.models.cohere import COHERE, COHERE2, read_cohere2_config
 from engine.models.config import Family, Fields, ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.dense import FAMILIES
-from engine.models.gemma3 import GEMMA3, read_gemma3_config
+from engine.models.exaone4 import EXAONE4, read_exaone4_config
+from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
+from engine.models.glm4_moe import GLM4_MOE, read_glm4_moe_config
+from engine.models.gpt_oss import GPT_OSS, read_gpt_oss_config
+from engine.models.granite import GRANITE, read_granite_config
+from engine.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, read_granite_moe_config
 from engine.models.interface import Model
-from engine.models.qwen3_moe import QWEN3_MOE, read_qwen3_moe_config
+from engine.models.mixtral import MIXTRAL, read_mixtral_config
+from engine.models.olmoe import OLMOE, read_olmoe_config
+from engine.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, read_qwen2_moe_config, read_qwen3_moe_config
+from engine.models.smollm3 import SMOLLM3, read_smollm3_config
 
 ENTRY_POINT_GROUP = "encore.models"
 
@@ -44,7 +53,21 @@ class Entry(NamedTuple):
 ENTRIES = (
     *map(Entry, FAMILIES),
     Entry(QWEN3_MOE, read_qwen3_moe_config),
-    Entry(GEMMA3, read_gemma3_config),
+    Entry(QWEN2_MOE, read_qwen2_moe_config),
+    Entry(MIXTRAL, read_mixtral_config),
+    Entry(GPT_OSS, read_gpt_oss_config),
+    Entry(GLM4_MOE, read_glm4_moe_config),
+    Entry(OLMOE, read_olmoe_config),
+    Entry(GRANITE_MOE, read_granite_moe_config),
+    Entry(GRANITE_MOE_SHARED, read_granite_moe_config),
+    Entry(GEMMA, read_gemma_config),
+    Entry(GEMMA2, read_gemma_config),
+    Entry(GEMMA3, read_gemma_config),
+    Entry(GRANITE, read_granite_config),
+    Entry(SMOLLM3, read_smollm3_config),
+    Entry(COHERE),
+    Entry(COHERE2, read_cohere2_config),
+    Entry(EXAONE4, read_exaone4_config),
 )
 
 

@@ -43,8 +43,8 @@ class ModelInfo:
 class EngineStats:
     """A snapshot of the loop's counters and gauges.
 
-    `num_deferred` of the waiting sequences wait for their grammars. `graphs` is the graph cache's snapshot as plain
-    data, `histograms` those of engine.utils.histogram.
+    `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `graphs` is
+    the graph cache's snapshot as plain data, `histograms` those of engine.utils.histogram.
     """
 
     num_running: int = 0
@@ -68,6 +68,7 @@ class EngineStats:
     weight_version: str = ""
     last_error: str = ""
     idle_check_failures: int = 0
+    pause: str = ""
 
 
 CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)

@@ -19,6 +19,14 @@ def _is_cut(finish_reason: FinishReason | None, stop_reason: int | str | None) -
     return finish_reason is not None and (finish_reason != "stop" or stop_reason is not None)
 
 
+class WeightSpan(NamedTuple):
+    """The output tokens [start, end) of a sequence, which weights of one version produced."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass(kw_only=True, slots=True)
 class OutputDelta:
     """The output that one event adds to one sequence of a request; the last delta carries finish_reason."""
@@ -84,6 +92,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # the message, if finish_reason is error
     weight_version: str = ""  # version of the weights that produced the last token
+    weight_versions: list[WeightSpan] = field(default_factory=list)  # of all tokens, in order and without gaps
 
     @property
     def is_cut(self) -> bool:
@@ -93,7 +102,8 @@ class CompletionOutput:
     def add(self, delta: OutputDelta) -> None:
         """Append a delta of this sequence."""
         self.text += delta.text_delta
-        self.token_ids += delta.token_ids
+        if delta.token_ids:
+            self._add_tokens(delta.token_ids, delta.weight_version)
         if delta.logprobs is not None:
             self.logprobs = TokenLogprobs() if self.logprobs is None else self.logprobs
             self.logprobs += delta.logprobs
@@ -101,6 +111,13 @@ class CompletionOutput:
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
         self.weight_version = delta.weight_version or self.weight_version
+
+    def _add_tokens(self, token_ids: list[int], version: str) -> None:
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        if self.weight_versions and self.weight_versions[-1].version == version:
+            start = self.weight_versions.pop().start
+        self.weight_versions.append(WeightSpan(version, start, len(self.token_ids)))
 
     @property
     def hidden_states(self) -> np.ndarray | None:
@@ -168,6 +185,10 @@ class RequestOutput:
     @property
     def hidden_states(self) -> np.ndarray | None:
         return self.outputs[0].hidden_states
+
+    @property
+    def weight_versions(self) -> list[WeightSpan]:
+        return self.outputs[0].weight_versions
 
     @property
     def finish_reason(self) -> FinishReason | None:

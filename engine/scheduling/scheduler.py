@@ -178,6 +178,15 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
 
+    def rename_weights(self, version: str) -> None:
+        """Give the weights another version, without a change to them: live requests have it too and keep their KV.
+
+        Prefixes that were cached under the old version are found no more.
+        """
+        self.weight_version = version
+        for entry in self._entries.values():
+            entry.request.weight_version = version
+
     def preempt_all(self) -> list[Request]:
         """Preempt every running request, because its KV becomes invalid. Returns those requests.
 

@@ -37,6 +37,13 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device, dtyp
     if context > model.context_length:
         raise ConfigError(f"max_model_len={context} exceeds the model's context of {model.context_length} tokens")
     default_seqs = _default_max_num_seqs(device)
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.is_long(context):
+        logger.info(
+            "longrope: all contexts use long_factor, since max_model_len is %d; up to %d would select short_factor",
+            context,
+            scaling.original_max_position_embeddings,
+        )
     seqs = config.max_num_seqs or min(default_seqs, config.max_num_batched_tokens or default_seqs)
     batched = config.max_num_batched_tokens or max(seqs, CUDA_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     if batched < seqs:

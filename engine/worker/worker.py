@@ -7,7 +7,8 @@ executor, in one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from engine.config import ResolvedConfig
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
-from engine.errors import ModelError, WeightUpdateError
+from engine.errors import ModelError, RequestError, WeightUpdateError
+from engine.layers.weight_slot import Slot
+from engine.loader.checksums import sha256_of
 from engine.loader.shared_weights import share_weights
-from engine.loader.weights import check_update, iterate_safetensors, iterate_shards, write_update
+from engine.loader.weights import check_update, iterate_safetensors, iterate_shards, load_dummy, write_update
 from engine.models.interface import Model
 from engine.protocol.messages import ModelInfo
 from engine.scheduling.batch import Batch
@@ -28,6 +31,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.step_input import MaskInput, StepInput
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
+from graph_cache.validation import did_you_mean
 
 FIRST_WEIGHT_VERSION = "initial"
 
@@ -154,16 +158,13 @@ class Worker:
         self._staged = check_update(model.weight_slots(), model.split_stacked(weights))
         return len(self._staged)
 
-    def stage_files(self, path: str) -> int:
-        """Stage the tensors of a safetensors file or a folder of them, which are read when they are written.
+    def stage_files(self, *paths: str) -> int:
+        """Stage the tensors of safetensors files or folders of them, which are read when they are written.
 
         Raises WeightUpdateError if the files can't be read or don't match the model.
         """
-        source = Path(path)
         try:
-            if not source.exists():
-                raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
-            return self.stage_weights(iterate_safetensors(source) if source.is_dir() else iterate_shards([source]))
+            return self.stage_weights(chain.from_iterable(map(_tensors_of, paths)))
         except ModelError as error:
             raise WeightUpdateError(str(error)) from error
 
@@ -172,6 +173,11 @@ class Worker:
         write_update(self.runner.model.weight_slots(), self._staged)
         self._num_weight_updates += 1
         self.discard_weights()
+
+    def randomize_weights(self) -> None:
+        """Overwrite all weights with random values, equal on all ranks; graphs stay valid."""
+        load_dummy(self.runner.model, seed=self._num_weight_updates)
+        self._num_weight_updates += 1
 
     def discard_weights(self) -> None:
         """Release the staged tensors."""
@@ -183,6 +189,28 @@ class Worker:
         Raises WeightUpdateError, and changes nothing, if any doesn't match.
         """
         return share_weights(trainer, self.runner.model)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each tensor's bytes by Hugging Face name. Only with one rank.
+
+        The bytes are those of the contiguous tensor in the checkpoint's shape and the model's dtype, little-endian.
+        Weights that are stored in fewer bits are hashed as they are computed with, in bfloat16.
+        """
+        return {name: sha256_of(slot.read()) for name, slot in self._named_slots().items()}
+
+    def weight_values(self, name: str, limit: int) -> list:
+        """Return the first `limit` entries of a tensor's first dimension as lists of floats. Only with one rank."""
+        slots = self._named_slots()
+        if name not in slots:
+            hint = did_you_mean(name, slots)
+            raise RequestError(f"name={name[:200]!r} is no tensor of the model{hint}", param="name")
+        return slots[name].read()[:limit].float().tolist()
+
+    def _named_slots(self) -> Mapping[str, Slot]:
+        try:
+            return self.runner.model.weight_slots()
+        except ModelError as error:
+            raise RequestError(f"the weights have no Hugging Face names: {error}") from error
 
     # ---- shutdown --------------------------------------------------------------------------------------------------
 
@@ -211,6 +239,13 @@ class Worker:
         finally:
             if self._on_close is not None:
                 self._on_close()
+
+
+def _tensors_of(path: str) -> Iterator[tuple[str, Tensor]]:
+    source = Path(path)
+    if not source.exists():
+        raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
+    return iterate_safetensors(source) if source.is_dir() else iterate_shards([source])
 
 
 def _num_parameters(model: Model) -> int:

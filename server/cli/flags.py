@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from server.cli.parser import Parser
 from server.cli.settings import METAVARS, NEEDED, NOT_OFFERED, PARSERS, read_environment, read_file
 from server.cli.spelling import spell_settings
-from server.config import CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
+from server.config import ADMINS_WITHOUT_KEY, CLOSE_OBJECTS, COMPATS, LOG_FORMATS, LOG_LEVELS, ServerConfig
 
 SERVER_HELP = {
     "host": "host name or IP address to listen on; one that other machines can reach requires API keys",
@@ -46,6 +46,8 @@ SERVER_HELP = {
     "drain_seconds": "how long running requests may continue after SIGTERM",
     "api_key_file": "file with API keys for inference, one per line; ENCORE_API_KEYS adds more. None: no key required",
     "admin_key_file": "file with keys for the admin routes; ENCORE_ADMIN_KEYS adds more. None: admin routes are off",
+    "admin_without_key": "loopback: the admin routes need no key in requests from this machine, for trainers whose "
+    "clients send none",
     "allow_priority": "let any client set priority; otherwise it requires an admin key",
     "profile_folder": "folder for the traces of POST /profile/stop. None: profiling is off",
     "http_workers": "number of API worker processes; none: one per 4 processors, at most 4",
@@ -60,6 +62,7 @@ SERVER_HELP = {
     "response_store_seconds": "how long a response is stored",
     "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a process of their own",
     "enable_prompt_tokens_details": "send usage.prompt_tokens_details; none: unless --compat vllm is on",
+    "return_token_ids": "token ids and weight versions in completions and chats, unless a request says otherwise",
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5, unless a request says otherwise",
     "enable_force_include_usage": "usage in each chunk of every stream of completions and chats, and at its end",
     "compat": "vllm: vLLM's metrics, /version, keys of responses and guided_* fields too",
@@ -109,6 +112,7 @@ CHOICES = {
     "warmup": engine_config.WARMUPS,
     "logprobs_mode": engine_config.LOGPROBS_MODES,
     "kernels": engine_config.KERNELS,
+    "admin_without_key": ADMINS_WITHOUT_KEY,
     "compat": COMPATS,
     "close_objects": CLOSE_OBJECTS,
     "log_level": LOG_LEVELS,
@@ -126,7 +130,8 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "header_seconds", "body_seconds", "write_seconds", "keep_alive_seconds", "drain_seconds",
     ),
     "access": (
-        "allow_unauthenticated", "admin_key_file", "allow_priority", "profile_folder", "trust_request_chat_template",
+        "allow_unauthenticated", "admin_key_file", "admin_without_key", "allow_priority", "profile_folder",
+        "trust_request_chat_template",
     ),
     "limits": (
         "max_waiting", "max_body_bytes", "max_total_body_bytes", "max_body_items", "max_sequences_per_request",
@@ -134,7 +139,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     ),
     "api": (
         "tool_call_parser", "reasoning_parser", "close_objects", "response_store_entries", "response_store_bytes",
-        "response_store_seconds", "enable_prompt_tokens_details", "return_tokens_as_token_ids",
+        "response_store_seconds", "enable_prompt_tokens_details", "return_token_ids", "return_tokens_as_token_ids",
         "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states", "logprobs_mode",
         "seed",
     ),

@@ -20,6 +20,7 @@ from starlette.types import Scope
 from engine.errors import (
     EngineDead,
     EngineError,
+    EnginePaused,
     PromptTooLong,
     QueueFull,
     ReaderTooSlow,
@@ -58,6 +59,14 @@ class WireError(Exception):
         self.status, self.type, self.param, self.code, self.retry_after = status, type, param, code, retry_after
 
 
+def aborted() -> WireError:
+    """Return the error of an aborted request, for APIs without a finish reason for it."""
+    return WireError(
+        503, "the request was aborted, by the server's shutdown or by an operator", type="service_unavailable_error",
+        code="draining",
+    )  # fmt: skip
+
+
 class Outcome(NamedTuple):
     """The response to one exception class. `retry_after` is in seconds, None if a retry won't help."""
 
@@ -71,6 +80,7 @@ class Outcome(NamedTuple):
 OUTCOMES: tuple[tuple[type[EngineError], Outcome], ...] = (
     (PromptTooLong, Outcome(400, INVALID, "context_length_exceeded")),
     (RequestError, Outcome(400, INVALID, "invalid_value")),
+    (EnginePaused, Outcome(503, "service_unavailable_error", "engine_paused", 1)),
     (QueueFull, Outcome(429, "rate_limit_error", "queue_full", 1)),
     (ReaderTooSlow, Outcome(408, INVALID, "reader_too_slow")),
     (EngineDead, Outcome(503, "service_unavailable_error", "engine_dead", 5)),

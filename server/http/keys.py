@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.http.errors import WireError, error_response
+from server.http.hosts import host_name, is_loopback
 from server.http.sender import SENDER, sender_of
 from server.keys import ADMIN_KEYS, Keys
 
@@ -28,20 +29,31 @@ OPEN_PATHS = frozenset(
     }
 )
 OPEN_PREFIXES = ("/chat/", "/docs/")  # the files of these pages
-ADMIN_PREFIXES = ("/graphs/", "/weights/", "/profile/", "/server_info")
+# The routes in the second part are those of server/routes/trainer.py; some names begin with others.
+ADMIN_PREFIXES = (
+    "/graphs/", "/weights/", "/profile/", "/server_info", "/get_server_info",
+    "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
+    "/start_weight_update", "/finish_weight_update", "/update_weight", "/weight_info", "/weight_checker",
+    "/init_weight", "/destroy_weights_update_group", "/get_weights_by_name", "/get_world_size", "/get_model_info",
+    "/model_info", "/sleep", "/wake_up", "/is_sleeping", "/release_memory_occupation", "/release_kv_cache_memory",
+)  # fmt: skip
+FORWARDED = ("x-forwarded-for", "x-real-ip", "forwarded", "via")  # headers of a request that a proxy passes on
 
 
-def check_key(keys: Keys, path: str, presented: str | None) -> None:
-    """Check the `presented` key for `path`.
+def check_key(keys: Keys, path: str, presented: str | None, is_local: bool = False) -> None:
+    """Check the `presented` key for `path`. `is_local`: the request may use the admin routes without one.
 
     Raises WireError 401 if the key is missing or not accepted, 403 if the admin routes are off.
     """
     if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
         return
     if is_admin_route := path.startswith(ADMIN_PREFIXES):
+        if is_local and (presented is None or not keys.guards_admin):
+            return
         if not keys.guards_admin:
             raise WireError(
-                403, f"admin routes are off: start the server with --admin-key-file or {ADMIN_KEYS}",
+                403, f"admin routes are off: start the server with --admin-key-file or {ADMIN_KEYS}, or with "
+                "--admin-without-key loopback for clients on this machine",
                 type="permission_error", code="admin_disabled",
             )  # fmt: skip
     elif not keys.guards_inference:
@@ -55,19 +67,22 @@ def check_key(keys: Keys, path: str, presented: str | None) -> None:
 class KeyMiddleware:
     """ASGI middleware that refuses requests without an accepted key before their body is read.
 
-    Sets `state["is_admin"]`: whether the request has an admin key, as its key or in X-Admin-Key. Sets `state["owner"]`:
+    `local_admin`: whether the admin routes need no key in requests from this machine; see `is_from_this_machine`. Sets
+    `state["is_admin"]`: whether the request has an admin key, as its key or in X-Admin-Key. Sets `state["owner"]`:
     who may read what the request stores, a digest of its key; "" if inference requires none. Sets SENDER.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys):
-        self.app, self.keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, local_admin: bool = False):
+        self.app, self.keys, self._local_admin = app, keys, local_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             presented = _presented(headers)
             try:
-                check_key(self.keys, scope["path"], presented)
+                check_key(
+                    self.keys, scope["path"], presented, self._local_admin and is_from_this_machine(scope, headers)
+                )
             except WireError as refusal:
                 response = error_response(refusal, scope)
                 if refusal.status == 401:
@@ -78,6 +93,23 @@ class KeyMiddleware:
             SENDER.set(sender_of(scope, owner))
             scope["state"]["is_admin"] = self.keys.is_admin(presented) or self.keys.is_admin(headers.get("x-admin-key"))
         await self.app(scope, receive, send)
+
+
+def is_from_this_machine(scope: Scope, headers: Headers) -> bool:
+    """Return whether a request came over a loopback address, to a name of it, and neither by a proxy nor a web page."""
+    addresses = [(scope.get(end) or ("",))[0] for end in ("client", "server")]
+    if not all(address is not None and _is_loopback_name(address) for address in addresses):
+        return False
+    if not _is_loopback_name(host_name(headers.get("host", ""))):  # a name that a page has pointed here
+        return False
+    return not any(name in headers for name in ("origin", *FORWARDED))
+
+
+def _is_loopback_name(name: str) -> bool:
+    try:
+        return name == "localhost" or is_loopback(name)
+    except ValueError:
+        return False
 
 
 def _presented(headers: Headers) -> str | None:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.body_budget import BodyBudget, Upload
 from server.http.errors import WireError, error_response, is_anthropic
+from server.http.sender import REQUEST_ID
 
 UNCOUNTED_BYTES = 256 * 1024  # of a body: parsing as many takes up to 10 ms
 _ITEM_BYTES = b',:"[{'
@@ -43,6 +44,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id()
+        REQUEST_ID.set(request_id)
         warnings: list[str] = []
         scope.setdefault("state", {}).update(request_id=request_id, warnings=warnings)
         names = ("X-Request-Id", "request-id") if is_anthropic(scope) else ("X-Request-Id",)  # as their clients read

@@ -31,6 +31,7 @@ REASONS = {
     429: "The queue is full; retry after Retry-After seconds",
     431: "Chunk extensions and trailers of the body are too long",
     500: "The engine failed to process this request",
+    501: "The engine does not support this yet",
     503: "Loading, restarting or shutting down; retry after Retry-After seconds",
 }
 
@@ -43,6 +44,7 @@ REFUSALS = _refusals(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 ANTHROPIC_REFUSALS = _refusals(*REFUSALS, model=AnthropicError)
 OLLAMA_REFUSALS = _refusals(*REFUSALS, model=OllamaError)
 ADMIN_REFUSALS = _refusals(400, 401, 403, 408, 413, 415, 431, 500, 503)
+NOT_SUPPORTED = _refusals(501)
 NOT_SERVING = _refusals(500, 503)
 
 

@@ -1,4 +1,4 @@
-"""Who sent the request that is being served: the digest of its key, or else its address."""
+"""Which request is being served, and who sent it: the digest of its key, or else its address."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ SENDER: ContextVar[str] = ContextVar("sender", default="")
 
 A context variable, since the work that it decides on is far from the request. KeyMiddleware sets it.
 """
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the current task's request, under which it can be aborted. RequestIds sets it."""
 
 
 def sender_of(scope: MutableMapping[str, Any], owner: str) -> str:

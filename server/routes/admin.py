@@ -53,6 +53,7 @@ async def update_weights(body: WeightsBody, request: Request) -> dict[str, Any]:
     return {"updated": written, "weight_version": body.version}
 
 
+@router.get("/get_server_info", include_in_schema=False)
 @router.get("/server_info", responses=answered_by(answers.ServerInfo))
 async def server_info(request: Request, config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
     """Return the settings and the state, under the names of vLLM and of SGLang. No value is a key."""

@@ -19,7 +19,7 @@ from server.http.body_route import BodyRoute
 from server.http.keys import check_priority
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent, merge
-from server.routes.openai_answers import finite
+from server.routes.openai_answers import finite, weight_versions
 from server.schemas.generate import GenerateBody
 from server.schemas.requests import naming
 from server.schemas.responses import Generated
@@ -52,6 +52,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         for number, (public_id, prompt, one) in enumerate(zip(ids, prompts, params, strict=True)):
             with naming(body.sent_names(number)):
                 jobs.append(await service.job(public_id, prompt, field, one, body.priority))
+                if isinstance(body.rid, str):
+                    jobs[-1].names = (body.rid,)
         request.state.jobs += jobs  # for the access log
         request.state.upload.release()
         return jobs
@@ -105,6 +107,7 @@ def _answer(tokens: Tokenization, body: GenerateBody, job: Job, choice: Completi
         "completion_tokens": len(choice.token_ids),
         "cached_tokens": job.output.cached_tokens,
         "weight_version": choice.weight_version,
+        "weight_versions": weight_versions(choice),
         "e2e_latency": time.perf_counter() - job.started,
     }
     if body.return_logprob:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.text.parsing.parts import Content, Part, Reasoning
-from server.http.errors import WireError
+from server.http.errors import aborted
 from server.routes.chat_outputs import call_id
 from server.serving.service import Job
 
@@ -101,11 +101,11 @@ def _usage(job: Job, cached: int, created: int) -> dict[str, int]:
 def stopped(job: Job, found_calls: bool, max_tokens: int) -> dict[str, str | None]:
     """Return `stop_reason` and `stop_sequence` of a finished job; `max_tokens` is the limit of the request.
 
-    Raises WireError 503 for a job that the server's shutdown has aborted, for which this API has no reason.
+    Raises WireError 503 for a job that was aborted, for which this API has no reason.
     """
     choice = job.choices[0]
     if choice.finish_reason == "abort":
-        raise WireError(503, "the server is shutting down", type="service_unavailable_error", code="draining")
+        raise aborted()
     if choice.finish_reason == "length":
         reason = "max_tokens" if len(choice.token_ids) >= max_tokens else "model_context_window_exceeded"
     elif isinstance(choice.stop_reason, str):

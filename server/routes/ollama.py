@@ -25,7 +25,7 @@ from engine.protocol.request import TokenLogprob
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from server.http.body_route import BodyRoute
-from server.http.errors import WireError, body_of, in_format_of
+from server.http.errors import WireError, aborted, body_of, in_format_of
 from server.http.openapi import OLLAMA_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent
 from server.routes.chat_outputs import call_id
@@ -362,10 +362,10 @@ def _statistics(job: Job) -> dict[str, int]:
 
 
 def _done_reason(job: Job) -> str:
-    """Return why a finished job ended. Raises WireError 503 for one that the server's shutdown has aborted."""
+    """Return why a finished job ended. Raises WireError 503 for one that was aborted."""
     reason = job.choices[0].finish_reason
     if reason == "abort":
-        raise WireError(503, "the server is shutting down", type="service_unavailable_error", code="draining")
+        raise aborted()
     return "length" if reason == "length" else "stop"
 
 

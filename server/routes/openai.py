@@ -145,7 +145,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         return [job]
 
     if body.stream:
-        chunk_choices = ChatChunkChoices(outputs, keys, echoed, joins_end=service.config.compat == "vllm")
+        chunk_choices = ChatChunkChoices(
+            outputs, keys, echoed, service.config.compat == "vllm", with_versions=body.has_weight_versions
+        )
         events = _stream(request, run.params.n, submit, head, body, chunk_choices, keys)
         return load_reported(request, EventStream(events), service.load)
 
@@ -192,6 +194,8 @@ def chat_choice(
     message = entry["message"] = {**keys.message, **entry["message"]}
     if echoed:
         message["content"] = echoed + (message["content"] or "")
+    if body.has_weight_versions:
+        entry["weight_versions"] = answers.weight_versions(choice)
     if body.return_hidden_states:
         entry["hidden_states"] = answers.last_hidden_state(choice)
     return entry
@@ -257,6 +261,8 @@ def _completion(
     entry = answers.completion_choice(number, text, logprobs, choice)
     if body.return_token_ids:
         entry |= {"prompt_token_ids": job.output.prompt_token_ids, "token_ids": choice.token_ids}
+    if body.has_weight_versions:
+        entry["weight_versions"] = answers.weight_versions(choice)
     if body.prompt_logprobs is not None:
         entry["prompt_logprobs"] = answers.prompt_logprobs(tokens, job, body.prompt_logprobs)
     if body.return_hidden_states:

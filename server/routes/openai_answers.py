@@ -147,6 +147,11 @@ def chat_logprobs(spelling: Spelling, found: Iterable[TokenLogprob] | None) -> d
     return {"content": content, "refusal": None}
 
 
+def weight_versions(choice: CompletionOutput) -> list[dict[str, Any]]:
+    """Return vLLM's `weight_versions`: which weights produced which of the choice's tokens."""
+    return [span._asdict() for span in choice.weight_versions]
+
+
 def last_hidden_state(choice: CompletionOutput) -> list[float | None]:
     """Return SGLang's `hidden_states` of an OpenAI choice: the vector of the last token that was computed."""
     rows = choice.hidden_states

@@ -99,6 +99,8 @@ class CompletionChunkChoices:
             entries.append(self._entry(number, delta.text_delta, logprobs, choice if ended else None))
             if body.return_token_ids:
                 entries[-1]["token_ids"] = delta.token_ids
+            if ended and body.has_weight_versions:
+                entries[-1]["weight_versions"] = answers.weight_versions(choice)
         if body.return_token_ids and is_first:
             entries[0]["prompt_token_ids"] = job.output.prompt_token_ids
         return entries
@@ -125,11 +127,19 @@ class ChatChunkChoices:
     """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk.
 
     `echoed` precedes the content. The finish reason comes in a chunk of its own, as OpenAI sends it; with `joins_end`
-    in that of the last delta, as vLLM does.
+    in that of the last delta, as vLLM does. `with_versions`: whether that chunk has the weight versions of its choice.
     """
 
-    def __init__(self, outputs: ChatOutputs, keys: NullKeys, echoed: str = "", joins_end: bool = False):
+    def __init__(
+        self,
+        outputs: ChatOutputs,
+        keys: NullKeys,
+        echoed: str = "",
+        joins_end: bool = False,
+        with_versions: bool = False,
+    ):
         self._outputs, self._keys, self._echoed, self._joins_end = outputs, keys, echoed, joins_end
+        self._with_versions = with_versions
         self._streams: dict[int, OutputStream] = {}
 
     def of(self, job: Job, number: int, delta: OutputDelta) -> list[dict[str, Any]]:
@@ -153,6 +163,8 @@ class ChatChunkChoices:
             last = entries.pop() if self._joins_end and deltas else self._entry(number, {}, None)
             end = {"finish_reason": stream.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
             entries.append(last | end)
+            if self._with_versions:
+                entries[-1]["weight_versions"] = answers.weight_versions(job.choices[delta.index])
         return entries
 
     def text_only(self, number: int, text: str) -> dict[str, Any] | None:

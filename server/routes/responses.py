@@ -20,7 +20,7 @@ from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
-from server.http.errors import WireError, body_of
+from server.http.errors import WireError, aborted, body_of
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, log_if_severe, named_event
 from server.routes import openai_answers as answers
@@ -309,7 +309,7 @@ class _ResponseRun:
         """Complete the response and return the events that close its last item."""
         reason = job.choices[0].finish_reason
         if reason == "abort":
-            raise WireError(503, "the server is shutting down", type="service_unavailable_error", code="draining")
+            raise aborted()
         is_whole = reason != "length"
         events = self._events.end("completed" if is_whole else "incomplete")
         self._response |= {

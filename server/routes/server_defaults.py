@@ -9,6 +9,8 @@ from server.schemas.requests import OpenAISampling, StreamOptions
 
 def apply_defaults(body: OpenAISampling, config: ServerConfig) -> None:
     """Set what the server's settings decide where the request leaves it out. Raises RequestError."""
+    if body.return_token_ids is None:
+        body.return_token_ids = config.return_token_ids
     if body.return_tokens_as_token_ids is None:
         body.return_tokens_as_token_ids = config.return_tokens_as_token_ids
     if config.enable_force_include_usage and body.stream:

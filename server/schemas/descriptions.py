@@ -42,6 +42,7 @@ _SAMPLING = {
     "truncate_prompt_tokens": "keep this many tokens of the prompt; -1: what fits the context",
     "truncation_side": "side of the prompt that is cut off",
     "return_token_ids": "token ids of prompt and output in the answer",
+    "return_weight_versions": "which weights produced which tokens; default: with return_token_ids",
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5",
     "return_stats": "times and graph buckets in the answer",
     "return_hidden_states": "the last token's hidden state in the answer, if the server keeps them; not streamed",
@@ -104,6 +105,16 @@ OF_BODY = {
         "token_ids_logprob": "token ids whose logprobs to list, or a list of such lists with one per prompt",
         "return_text_in_logprobs": "texts of the tokens beside their ids",
     },
+    "TokenGenerateBody": {
+        "token_ids": "token ids of the prompt",
+        "sampling_params": "sampling parameters",
+        "request_id": "the request's id; default: that of the header X-Request-Id, or a new one",
+        "return_token_ids": "token ids of the prompt in the answer",
+    },
+    "TokenSampling": {
+        "logprobs": "logprobs of the tokens and of this many most likely ones",
+        "structured_outputs": "vLLM's constraint: json, regex, choice, grammar or structural_tag",
+    },
     "SamplingOptions": {
         "max_new_tokens": "SGLang's name of max_tokens",
         "min_new_tokens": "SGLang's name of min_tokens",
@@ -145,6 +156,40 @@ OF_BODY = {
     "TokenizeBody": {
         "prompt": "a text",
         "add_special_tokens": "add the special tokens of the tokenizer; default: to a prompt, not to messages",
+    },
+    "AbortRequestsBody": {"request_ids": "ids of answers, X-Request-Id, or rid; default: all requests"},
+    "AbortRequestBody": {"rid": "the request's id", "abort_all": "abort all requests"},
+    "PauseBody": {
+        "mode": "abort, wait or keep",
+        "wait_for_inflight_requests": "earlier name of the mode wait",
+        "clear_cache": "drop cached prefixes, and with keep the KV of frozen requests",
+    },
+    "PauseGenerationBody": {"mode": "abort, retract or in_place"},
+    "ResetPrefixCacheBody": {"reset_running_requests": "running requests compute their KV again"},
+    "UpdateWeightsBody": {
+        "update_info": "an object with weight_dir, as vLLM's clients wrap it",
+        "weight_dir": "a safetensors file or folder on the server's host",
+        "weight_version": "name of the new weights; default: update-N",
+    },
+    "FinishWeightUpdateBody": {"weight_version": "name of the new weights; default: update-N"},
+    "UpdateWeightVersionBody": {
+        "new_version": "name of the weights in use",
+        "abort_all_requests": "abort all requests before",
+    },
+    "WeightCheckerBody": {
+        "action": "checksum, compare or reset",
+        "baseline": "checksums to compare with, by tensor",
+    },
+    "UpdateFromDiskBody": {
+        "model_path": "a safetensors file or folder on the server's host",
+        "load_format": "no effect: the format is safetensors",
+        "weight_version": "name of the new weights; default: update-N",
+        "abort_all_requests": "abort all requests before",
+        "keep_pause": "not supported",
+    },
+    "WeightsByNameBody": {
+        "name": "Hugging Face name of a tensor",
+        "truncate_size": "number of rows to return",
     },
     "WeightsBody": {
         "path": "a safetensors file or folder on the server's host",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 _SCALARS = frozenset(("str", "int", "float", "bool", "bytes"))  # tried types of a union
 
-OBJECTS = frozenset(("stream_options", "options"))  # fields that are one object, with fields of its own
+# Fields that are one object, with fields of its own.
+OBJECTS = frozenset(("stream_options", "options", "init_info", "update_info"))
 
 
 def field_path(loc: Sequence[int | str]) -> str:

@@ -15,6 +15,8 @@ from graph_cache.validation import did_you_mean
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 SAMPLING = "sampling_params"  # of /generate
+TOKENS = "/inference/v1/generate"
+TOKEN_SAMPLING = "sampling_params of tokens"  # of /inference/v1/generate
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES = "/v1/responses"
@@ -27,6 +29,8 @@ PLACES = (
     STREAM_OPTIONS,
     GENERATE,
     SAMPLING,
+    TOKENS,
+    TOKEN_SAMPLING,
     TOKENIZE,
     DETOKENIZE,
     MESSAGES,
@@ -44,6 +48,10 @@ _INFERENCE = (*_OPENAI, GENERATE)
 _CHATS = (CHAT, TOKENIZE)
 _ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 _OLLAMA = (OLLAMA_GENERATE, OLLAMA_CHAT)
+_NO_MASK = (
+    "remove it: the sampler does not keep the ids that pass top_k, top_p and min_p; with top_k=0, top_p=1 and min_p=0 "
+    "all ids pass"
+)
 
 
 @dataclass(frozen=True)
@@ -150,12 +158,16 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("sampling_logprobs_mode", _INFERENCE, "values in the answer"),
     Refused("return_hidden_states", (SAMPLING,), "values in the answer", (False,),
             instead="give it beside sampling_params"),
-    Refused("return_routed_experts return_indexer_topk return_sampling_mask return_entropy "
+    Refused("return_routed_experts return_indexer_topk return_entropy "
             "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",
             _INFERENCE, "values in the answer", (False,)),
+    Refused("return_sampling_mask", (*_INFERENCE, TOKENS, TOKEN_SAMPLING), "values in the answer", (False,),
+            instead=_NO_MASK),
+    Refused("return_routed_experts", (TOKENS, TOKEN_SAMPLING), "values in the answer", (False,)),
+    Ignored("routed_experts_prompt_start", (TOKENS, TOKEN_SAMPLING), "the form of values that are refused"),
     Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,
             "the form of values that are refused"),
-    Refused("return_token_offsets return_weight_versions "
+    Refused("return_token_offsets "
             "return_cached_tokens_details return_spec_tokens_details return_mm_kwargs return_prompt_text "
             "return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext", _OPENAI,
             "values in the answer", (False,)),
@@ -185,6 +197,25 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("include_obfuscation", (STREAM_OPTIONS,), "padding of events"),
     Refused("spaces_between_special_tokens", _OPENAI, "detokenization", (True,)),
     Ignored("spaces_between_special_tokens", (SAMPLING,), "detokenization of tokenizers that are not supported"),
+    # vLLM's route for token ids.
+    Refused("features", (TOKENS,), "other media: the model takes text only"),
+    Refused("content_parts", (TOKENS,), "other media: the model takes text only", ([],)),
+    Refused("kv_transfer_params ec_transfer_params", (TOKENS,), "transfers between servers", ({},)),
+    Refused("output_mode", (TOKENS,), "text", ("tokens",),
+            instead="use /v1/completions with return_token_ids for texts"),
+    Refused("extra_args", (TOKEN_SAMPLING,), "plug-ins", ({},),
+            instead="remove it: it is read by plug-ins of vLLM, which don't exist here"),
+    Refused("repetition_detection", (TOKEN_SAMPLING,), "stop conditions"),
+    Refused("thinking_token_budget", (TOKEN_SAMPLING,), "reasoning", instead="use /v1/chat/completions"),
+    Refused("logits_processors", (TOKEN_SAMPLING,), "sampling", ([],)),
+    Refused("trace_decode_token_ids", (TOKEN_SAMPLING,), "sampling"),
+    Refused("prompt_logprob_token_ids prompt_logprob_start", (TOKEN_SAMPLING,), "values in the answer",
+            instead="use prompt_logprobs"),
+    Ignored("detokenize spaces_between_special_tokens", (TOKEN_SAMPLING,), "text, which the answer doesn't have"),
+    Ignored("output_kind", (TOKEN_SAMPLING,), "a stream sends new tokens, another answer all tokens"),
+    Ignored("flat_logprobs skip_clone output_text_buffer_length stream_interval", (TOKEN_SAMPLING,),
+            "how vLLM processes outputs"),
+    Ignored("skip_reading_prefix_cache", (TOKEN_SAMPLING,), "whether cached prefixes are used"),
     Refused("skip_special_tokens", (DETOKENIZE,), "detokenization", (False,)),
     # The Responses API.
     Refused("background_options", (RESPONSES,), "requests that outlive their connection", ({},)),

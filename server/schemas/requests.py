@@ -299,6 +299,7 @@ class OpenAISampling(Wire):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_stats: bool | None = None
     return_hidden_states: bool | None = None
@@ -307,6 +308,12 @@ class OpenAISampling(Wire):
     def has_logprobs(self) -> bool:
         """Whether the answer has logprobs of its tokens."""
         raise NotImplementedError
+
+    @property
+    def has_weight_versions(self) -> bool:
+        """Whether the choices say which weights produced which tokens; by default if they have the token ids."""
+        asked = self.return_weight_versions
+        return bool(self.return_token_ids if asked is None else asked)
 
     def sent_names(self) -> dict[str, str]:
         """Map names of sampling parameters to the names under which this body has them, where they differ."""

@@ -59,6 +59,14 @@ class Stats(Answer):
     graph_buckets: dict[str, int]
 
 
+class WeightSpan(Answer):
+    """The output tokens [start, end), which weights of one version produced."""
+
+    version: str
+    start: int
+    end: int
+
+
 class CompletionLogprobs(Answer):
     """Parallel lists with one entry per token. The first token of an echoed prompt has no logprob."""
 
@@ -92,7 +100,7 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: list[float | None] | None = None
     routed_experts: None = None
-    weight_versions: None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class VllmKeys(Answer):
@@ -184,7 +192,7 @@ class ChatChoice(Answer):
     token_ids: list[int] | None = None
     hidden_states: list[float | None] | None = None
     routed_experts: None = None
-    weight_versions: None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class ChatCompletion(VllmKeys):
@@ -221,6 +229,7 @@ class ChatChunkChoice(Answer):
     finish_reason: ChatFinishReason | None
     stop_reason: StopReason
     token_ids: list[int] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class ChatChunk(Answer):
@@ -300,6 +309,7 @@ class GeneratedMeta(Answer):
     completion_tokens: int
     cached_tokens: int
     weight_version: str
+    weight_versions: list[WeightSpan]
     e2e_latency: float
     output_token_logprobs: list[Triple] | None = None
     output_top_logprobs: list[list[Triple]] | None = None
@@ -316,6 +326,48 @@ class Generated(Answer):
     output_ids: list[int]
     meta_info: GeneratedMeta
     index: int | None = None
+
+
+class TokenIdScore(Answer):
+    """A token, written as `token_id:5`, and its logprob."""
+
+    token: str
+    logprob: float
+    bytes: None = None
+
+
+class ChosenIdScore(TokenIdScore):
+    """The sampled token and the most likely alternatives, or with `logprob_token_ids` those tokens."""
+
+    top_logprobs: list[TokenIdScore]
+
+
+class TokenIdLogprobs(Answer):
+    """Logprobs of generated tokens, one entry per token."""
+
+    content: list[ChosenIdScore]
+
+
+class TokenGeneratedChoice(Answer):
+    """One sequence. In a stream `token_ids` are the new ones; the last chunk of a choice has `weight_versions`."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenIdLogprobs | None
+    finish_reason: FinishReason | None
+    weight_versions: list[WeightSpan] | None
+
+
+class TokenGenerated(Answer):
+    """Response of /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    choices: list[TokenGeneratedChoice]
+    prompt_logprobs: PromptLogprobs | None
+    kv_transfer_params: None
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
 
 
 class Tokenized(Answer):
@@ -433,6 +485,99 @@ class WeightsUpdated(Answer):
 
     updated: int
     weight_version: str
+
+
+class Status(Answer):
+    """What was done."""
+
+    status: str
+
+
+class SGLangStatus(Answer):
+    """What was done, in SGLang's format."""
+
+    message: str
+    status: Literal["ok"]
+
+
+class IsPaused(Answer):
+    """Whether generation is paused."""
+
+    is_paused: bool
+
+
+class Aborted(Answer):
+    """Number of requests that were aborted."""
+
+    status: Literal["aborted"]
+    aborted: int
+
+
+class Success(Answer):
+    """What was done."""
+
+    success: Literal[True]
+    message: str
+
+
+class Message(Answer):
+    """What was done."""
+
+    message: str
+
+
+class WeightsWritten(Message):
+    """Number of tensors that were written, 0 for a part of an update, and the version of the weights in use."""
+
+    updated: int
+    weight_version: str
+
+
+class VersionSet(Success):
+    """The new name of the weights."""
+
+    new_version: str
+
+
+class WeightInfo(Answer):
+    """The version of the weights in use."""
+
+    weight_version: str
+
+
+class WeightsChecked(Answer):
+    """Answer of /weight_checker: `checksums` by tensor, `match` and `mismatches`, or `status`."""
+
+    checksums: dict[str, str] | None = None
+    match: bool | None = None
+    mismatches: list[str] | None = None
+    status: Literal["reset"] | None = None
+    weight_version: str | None = None
+
+
+class DiskUpdate(Success):
+    """Answer of /update_weights_from_disk."""
+
+    num_paused_requests: Literal[0]
+    weight_version: str
+
+
+class WorldSize(Answer):
+    """Number of ranks."""
+
+    world_size: int
+
+
+class ServedModel(Answer):
+    """Answer of /get_model_info."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: Literal[True]
+    preferred_sampling_params: None
+    weight_version: str
+    architectures: list[str]
+    dtype: str
 
 
 class Profiling(Answer):

@@ -11,7 +11,7 @@ from engine.text.conversation import Conversation, reads
 from engine.text.parsing.call_tags import constrained
 from engine.text.parsing.chat import ChatParser
 from engine.text.parsing.formats import Format
-from engine.text.parsing.reasoning import ReasoningFormat, ReasoningSplitter
+from engine.text.parsing.reasoning import ReasoningFormat
 from engine.text.parsing.selection import AUTO, reasoning_format, tool_format
 from engine.text.parsing.tool_calls import ToolCallParser
 from engine.text.parsing.tool_use import ToolUse
@@ -90,7 +90,7 @@ class ChatFormats:
 
         def make() -> ChatParser:
             return ChatParser(
-                ReasoningSplitter(reasoning, bool(opened)) if reasoning is not None and separate_reasoning else None,
+                reasoning.splitter(bool(opened)) if reasoning is not None and separate_reasoning else None,
                 None if use is None or tools is None else ToolCallParser(tools(use.functions), use.max_calls),
             )
 

@@ -7,7 +7,7 @@ import itertools
 import time
 from contextlib import aclosing
 
-from engine.errors import EngineDead
+from engine.errors import EngineDead, EnginePaused
 from engine.protocol.request import SamplingParams
 from server.serving.service import Service
 
@@ -32,6 +32,8 @@ class GenerationProbe:
         ready, EngineDead if the engine doesn't generate within PROBE_SECONDS.
         """
         self._service.check_serving()
+        if self._service.client.stats().pause:
+            raise EnginePaused("the engine is paused, and generates nothing until it is resumed")
         if time.monotonic() - self._passed_at < FRESH_SECONDS:
             return
         if self._running is None:

@@ -27,7 +27,7 @@ from server.http.connections import ACCEPTING
 from server.http.direct import DirectWriter
 from server.http.errors import WireError
 from server.http.json_text import encoded
-from server.http.sender import SENDER
+from server.http.sender import REQUEST_ID, SENDER
 from server.http.streaming import WriteEvent, event, large_event
 from server.observability.metrics import QUEUE_FULL, RequestMetrics, RequestWatch
 from server.observability.shared_counters import SharedCounters
@@ -50,7 +50,10 @@ YIELD_CHARS = 8192  # of prompts between two turns of other tasks: tokenizing th
 
 @dataclass(kw_only=True)
 class Job:
-    """One prompt of a request. `public_id` is the id that the client sees; `output` accumulates the deltas."""
+    """One prompt of a request. `public_id` is the id that the client sees; `output` accumulates the deltas.
+
+    `names`: further ids under which a client may abort it, besides `public_id` and the request's X-Request-Id.
+    """
 
     public_id: str
     output: RequestOutput
@@ -59,6 +62,7 @@ class Job:
     priority: int = 0
     started: float = field(default_factory=time.perf_counter)
     watch: RequestWatch | None = None  # set by Service.run
+    names: tuple[str, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -481,6 +485,7 @@ class Service:
             on_delta=None if direct is None else written,
             first_index=first_index,
             sender=SENDER.get(),
+            names=tuple(filter(None, (job.public_id, REQUEST_ID.get(), *job.names))),
         )
         reservation.engine_ids.add(engine_id)
         try:

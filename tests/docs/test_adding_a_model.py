@@ -23,7 +23,7 @@ from tests.engine.lively import MANY, PROMPTS, SETTINGS, greedy
 from tests.support.installed import install_entry_point
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/adding-a-model.md"
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 16, 0.7
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 16, 1.4
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
     "model_type": "toy",
@@ -35,7 +35,7 @@ CONFIG = {
     "head_dim": HEAD_DIM,
     "intermediate_size": 96,
     "max_position_embeddings": 512,
-    "residual_scale": SCALE,
+    "depth_scale": SCALE,
     "dtype": "float32",
 }
 
@@ -126,7 +126,7 @@ def plain_logits(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.
         scores = (torch.einsum("lhd,shd->hls", q, k) * HEAD_DIM**-0.5).masked_fill(later, float("-inf"))
         attended = torch.einsum("hls,shd->lhd", scores.softmax(-1), v).flatten(1)
         mlp = project(project(x, "mlp.up_proj").relu().square(), "mlp.down_proj")
-        hidden = hidden + SCALE * (project(attended, "self_attn.o_proj") + mlp)
+        hidden = hidden + SCALE ** (index + 1) * (project(attended, "self_attn.o_proj") + mlp)
     return norm(hidden, "model.norm") @ weights["lm_head.weight"].T
 
 
@@ -210,7 +210,7 @@ def test_two_tensor_parallel_ranks_give_the_same_text(make, expected):
 
 def test_the_family_is_found_by_its_model_type_too(family):
     config = config_from_dict({name: value for name, value in CONFIG.items() if name != "architectures"})
-    assert (config.architecture, config.residual_scale) == ("ToyForCausalLM", SCALE)
+    assert (config.architecture, config.depth_scale) == ("ToyForCausalLM", SCALE)
 
 
 def test_the_recurrence_of_the_page_carries_its_state():

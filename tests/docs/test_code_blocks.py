@@ -61,7 +61,10 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def live(tiny_model: Path) -> Iterator[RunningServer]:
-    with running(tiny_config(tiny_model, served_model_name=(DEFAULT_MODEL,), max_model_len=1024)) as handle:
+    config = tiny_config(
+        tiny_model, served_model_name=(DEFAULT_MODEL,), max_model_len=1024, admin_without_key="loopback"
+    )
+    with running(config) as handle:
         handle.http.post("/v1/completions", json={"prompt": "red bird", "max_tokens": 8})  # something to tune for
         yield handle
 

@@ -6,15 +6,34 @@ import torch
 from torch import Tensor
 
 
-def experts_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return float64 [T, h] on the CPU; entries with a negative expert add nothing."""
+def experts_reference(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """Return float64 [T, h] on the CPU; entries with a negative expert add nothing.
+
+    With a limit, the activation is gpt-oss's: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate,
+    limit); else silu(gate) * up.
+    """
     x, weights, gate_up, down = (tensor.cpu().double() for tensor in (x, weights, gate_up, down))
+    in_bias = torch.zeros(gate_up.shape[:2]).double() if gate_up_bias is None else gate_up_bias.cpu().double()
+    out_bias = torch.zeros(down.shape[:2]).double() if down_bias is None else down_bias.cpu().double()
     out = torch.zeros_like(x)
     for token, choices in enumerate(experts.tolist()):
         for choice, expert in enumerate(choices):
             if expert >= 0:
-                gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                out[token] += weights[token, choice] * (down[expert] @ (gate * torch.sigmoid(gate) * up))
+                gate, up = (gate_up[expert] @ x[token] + in_bias[expert]).chunk(2)
+                if limit is not None:
+                    gate, up = torch.minimum(gate, torch.tensor(limit)), up.clip(-limit, limit) + 1
+                hidden = gate / (1 + torch.exp(-alpha * gate)) * up
+                out[token] += weights[token, choice] * (down[expert] @ hidden + out_bias[expert])
     return out
 
 

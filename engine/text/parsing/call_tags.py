@@ -47,13 +47,16 @@ def constrained(
         tag, field = ANY_TEXT, "thinking_token_budget"
     else:
         calls = CallTags(use, has_special, closes_arguments)
-        field = "tools"
+        header, field = format_.answer_header, "tools"
         if use.required:
             tag = calls.only(format_)
         elif answer is None:
             tag = calls.within_text(format_)
         else:
-            tag, field = {"type": "or", "elements": [calls.only(format_), _as_tag(answer)]}, answer.field or "tools"
+            own = _sequence([_text(header), _as_tag(answer)]) if header else _as_tag(answer)
+            tag, field = {"type": "or", "elements": [calls.only(format_), own]}, answer.field or "tools"
+        if reasoning is not None and header:  # a call has another header than an answer
+            reasoning = dataclasses.replace(reasoning, end=reasoning.end.removesuffix(header))
     return StructuredOutputs(structural_tag={"format": tag}, reasoning=reasoning, field=field)
 
 
@@ -76,6 +79,8 @@ class CallTags:
     def within_text(self, format_: type[Format]) -> Tag:
         """Return the format of text that may hold calls."""
         self._refuse_unfollowed(format_)
+        if format_.answer_header:  # every message has a header
+            return {"type": "or", "elements": [self.only(format_), _sequence([_text(format_.answer_header), ANY_TEXT])]}
         if format_.first_openers:  # the whole output is calls, or text that doesn't begin like them
             first, anywhere = format_.first_openers[0], re.escape(format_.openers[0])
             text: Tag = {"type": "regex", "pattern": rf"[^\s\{first}](.|\n)*"}
@@ -174,6 +179,15 @@ class CallTags:
     def only_qwen3_coder(self) -> Tag:
         """Return the format of an output of Qwen3-Coder's calls."""
         return self._separated(self.qwen3_coder(), "\n")
+
+    def only_harmony(self) -> Tag:
+        """Return the format of an output of Harmony's calls: one, after which the model stops."""
+        header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+        tags = [
+            {"type": "tag", "begin": header.format(name), "content": self._arguments(name), "end": ""}
+            for name in self._use.functions
+        ]
+        return {"type": "or", "elements": tags}
 
     def only_pythonic(self) -> Tag:
         """Return the format of an output that is a list of Python calls."""
@@ -303,4 +317,5 @@ _ONLY: Mapping[str, Callable[[CallTags], Tag]] = {
     "pythonic": CallTags.only_pythonic,
     "mistral": CallTags.only_mistral,
     "qwen3_coder": CallTags.only_qwen3_coder,
+    "harmony": CallTags.only_harmony,
 }

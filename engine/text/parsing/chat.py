@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
-from engine.text.parsing.reasoning import ReasoningSplitter
+from engine.text.parsing.reasoning import Splitter
 from engine.text.parsing.tool_calls import ToolCallParser
 
 
 class ChatParser:
     """Splits one output, which arrives in pieces, into its parts. Without a splitter and a parser all is content."""
 
-    def __init__(self, reasoning: ReasoningSplitter | None = None, tools: ToolCallParser | None = None):
+    def __init__(self, reasoning: Splitter | None = None, tools: ToolCallParser | None = None):
         self._reasoning, self._tools = reasoning, tools
 
     def feed(self, text: str) -> list[Part]:

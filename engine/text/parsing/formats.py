@@ -46,6 +46,7 @@ class Format(ABC):
         first_openers: Markers that open one only at the start of the output and after a call.
         closers: Markers that may follow a call and are dropped there.
         inner_markers: Markers within a block.
+        answer_header: Text before an answer that isn't a call.
         short_ids: The model's template takes call ids of nine letters and digits only.
     """
 
@@ -54,6 +55,7 @@ class Format(ABC):
     first_openers: ClassVar[tuple[str, ...]] = ()
     closers: ClassVar[tuple[str, ...]] = ()
     inner_markers: ClassVar[tuple[str, ...]] = ()
+    answer_header: ClassVar[str] = ""
     short_ids: ClassVar[bool] = False
 
     def __init__(self, tools: Tools):

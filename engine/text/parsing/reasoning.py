@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from engine.text.parsing.markers import held_back, without_cut_marker
 from engine.text.parsing.parts import Content, Part, Reasoning
+
+
+class Splitter(ABC):
+    """Splits one output, which arrives in pieces, into reasoning and content."""
+
+    @property
+    @abstractmethod
+    def is_reasoning(self) -> bool:
+        """Whether the output so far ends inside the reasoning."""
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes."""
+
+    @abstractmethod
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """Return the parts held back at the end of the output. A part of a marker is left out of a cut output."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,10 @@ class ReasoningFormat:
         tail = prompt.rstrip()
         return True if tail.endswith(self.begin) else False if tail.endswith(self.end) else None
 
+    def splitter(self, is_open: bool) -> Splitter:
+        """Return the splitter of one output; `is_open`: the prompt has opened the reasoning."""
+        return ReasoningSplitter(self, is_open)
+
 
 REASONING_FORMATS = {
     one.name: one
@@ -33,7 +55,7 @@ REASONING_FORMATS = {
 }
 
 
-class ReasoningSplitter:
+class ReasoningSplitter(Splitter):
     """Splits one output into reasoning and content. Whitespace around the reasoning is dropped.
 
     `is_open`: the prompt has opened the reasoning. Reasoning that is never closed lasts to the end of the output.
@@ -51,11 +73,9 @@ class ReasoningSplitter:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the output so far ends inside the reasoning."""
         return self._is_reasoning
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that `text` completes."""
         if not text:
             return []
         text, self._pending = self._pending + text, ""
@@ -82,7 +102,6 @@ class ReasoningSplitter:
         return self._reasoning(text[: len(text) - held])
 
     def finish(self, is_cut: bool = False) -> list[Part]:
-        """Return the parts held back at the end of the output. A part of a marker is left out of a cut output."""
         pending = without_cut_marker(self._pending) if is_cut else self._pending
         pending, self._pending, self._lead = "".join(self._lead) + pending, "", []
         return self._reasoning(pending) if self._is_reasoning else self._content(pending)

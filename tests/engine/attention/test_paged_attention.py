@@ -24,14 +24,19 @@ PAGE, DIM = 4, 16
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None, scale: float = DIM**-0.5
+) -> torch.Tensor:
     """Causal attention of q [L, H, D] (the last L positions) over k, v [S, KV, D], in float64: [L, H * D]."""
     length, heads, dim = q.shape
     k, v = (x.double().repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("lhd,shd->hls", q.double(), k) / dim**0.5
+    scores = torch.einsum("lhd,shd->hls", q.double(), k) * scale
     later = torch.ones(length, k.shape[0], dtype=torch.bool).triu(k.shape[0] - length + 1)
-    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
-    return torch.einsum("hls,shd->lhd", weights, v).reshape(length, -1)
+    exps = scores.masked_fill(later, float("-inf")).exp()
+    total = exps.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp().view(-1, 1, 1)
+    return torch.einsum("hls,shd->lhd", exps / total, v).reshape(length, -1)
 
 
 def make_cache(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2, pages: int = 16) -> KVCache:
@@ -168,6 +173,30 @@ def test_windowed_layers_attend_to_the_last_tokens_only(window: int) -> None:
         torch.testing.assert_close(found.double(), expected[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_take_weight_and_give_no_value(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(2)
+    heads, kv_heads = HEADS["gqa"]
+    scale = 0.21  # 1 / scale is no bfloat16
+    options = {"kv_heads": kv_heads, "head_dim": DIM, "scale": scale, "sinks": True}
+    spec = FullAttentionSpec(**options) if window is None else SlidingWindowSpec(**options, size=window)
+    cache = KVCache([spec], 16, PAGE, dtype, "cpu")
+    q, k, v = rows(15, heads, kv_heads, dtype)
+    sinks = torch.tensor([-8.0, -1.0, 0.0, 1.0, 3.0, 9.0]).to(dtype)
+    pages, outs = [[9, 2, 5, 1]], []
+    for start, length in ((0, 5), (5, 7)):
+        part = [x[start : start + length] for x in (q, k, v)]
+        outs.append(prefill_attention(cache, [(start, length)], pages)(0, *part, sinks))
+    for position in range(12, 15):
+        part = [x[position : position + 1] for x in (q, k, v)]
+        outs.append(decode_attention(cache, torch.tensor(pages), torch.tensor([position]))(0, *part, sinks))
+    for position, found in enumerate(torch.cat(outs)):
+        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+        expected = plain_attention(q[position : position + 1], k[seen], v[seen], sinks, scale)
+        torch.testing.assert_close(found.double(), expected[0], atol=tolerance, rtol=tolerance)
+
+
 def test_backends_are_chosen_by_what_they_support() -> None:
     specs, cpu = [FullAttentionSpec(kv_heads=2, head_dim=DIM)], torch.device("cpu")
     assert choose_backend(specs, torch.bfloat16, cpu) is SdpaBackend
@@ -230,3 +259,6 @@ def test_a_backend_names_the_specs_that_it_lacks() -> None:
     assert support.missing([latent], torch.float32, cpu) == "layers with LatentSpec"
     assert support.missing([FullAttentionSpec(kv_heads=2, head_dim=DIM)], torch.float32, cpu) is None
     assert SdpaBackend.support.missing([latent], torch.float32, cpu) is None
+    with_sinks = FullAttentionSpec(kv_heads=2, head_dim=DIM, sinks=True)
+    support = dataclasses.replace(SdpaBackend.support, sinks=False)
+    assert support.missing([with_sinks], torch.float32, cpu) == "attention sinks"

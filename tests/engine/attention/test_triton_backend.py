@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -20,21 +22,26 @@ pytestmark = [
 PAGE, HEADS, DIM, WINDOW = 4, 4, 32, 6
 FULL = FullAttentionSpec(kv_heads=2, head_dim=DIM, scale=0.1)
 SPECS = [FULL, SlidingWindowSpec(kv_heads=2, head_dim=DIM, scale=0.1, size=WINDOW)]
+WITH_SINKS = [dataclasses.replace(spec, sinks=True) for spec in SPECS]
 PAGES = [[9, 2, 5, 1], [3, 7, 4, 6]]
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
-def test_prefill_and_decode_equal_sdpa(layer):
-    caches = {name: KVCache(SPECS, 12, PAGE, torch.float32, DEVICE) for name in ("sdpa", "triton")}
+def test_prefill_and_decode_equal_sdpa(layer, sinks):
+    own = (torch.tensor([-4.0, 0.0, 1.0, 5.0], device=DEVICE),) if sinks else ()
+    caches = {
+        name: KVCache(WITH_SINKS if sinks else SPECS, 12, PAGE, torch.float32, DEVICE) for name in ("sdpa", "triton")
+    }
     generator = torch.Generator().manual_seed(0)
     for chunks in ([(0, 5), (0, 3)], [(5, 7), (3, 9)]):
         count = sum(length for _, length in chunks)
         qkv = torch.randn(count + 2, HEADS + 4, DIM, generator=generator).to(DEVICE)
         q, k, v = qkv.split((HEADS, 2, 2), 1)
         metadata = {name: prefill_metadata(cache, chunks, PAGES, padding=2) for name, cache in caches.items()}
-        found = backend_for(caches["triton"], "triton").prefill(metadata["triton"])(layer, q, k, v)
-        wanted = backend_for(caches["sdpa"], "sdpa").prefill(metadata["sdpa"])(layer, q, k, v)
+        found = backend_for(caches["triton"], "triton").prefill(metadata["triton"])(layer, q, k, v, *own)
+        wanted = backend_for(caches["sdpa"], "sdpa").prefill(metadata["sdpa"])(layer, q, k, v, *own)
         assert relative_error(found[:count], wanted[:count]) < 1e-5
         assert not found[count:].any()
     table = torch.tensor([*PAGES, [0] * 4], device=DEVICE)
@@ -42,7 +49,7 @@ def test_prefill_and_decode_equal_sdpa(layer):
         qkv = torch.randn(3, HEADS + 4, DIM, generator=generator).to(DEVICE)
         positions = torch.tensor([12 + step, 12 + step, 0], device=DEVICE)
         outs = [
-            decode_attention(caches[name], table, positions, name)(layer, *qkv.split((HEADS, 2, 2), 1))
+            decode_attention(caches[name], table, positions, name)(layer, *qkv.split((HEADS, 2, 2), 1), *own)
             for name in caches
         ]
         assert relative_error(outs[1], outs[0]) < 1e-5

@@ -20,7 +20,15 @@ from engine.client.async_client import EngineClient, make_client
 from engine.client.supervisor import RestartPolicy, Supervisor
 from engine.client.transport import ProcessTransport
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDead, EngineError, ModelError, PromptTooLong, RequestError
+from engine.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    EnginePaused,
+    ModelError,
+    PromptTooLong,
+    RequestError,
+)
 from tests.engine.lively import PROMPTS, SETTINGS, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -405,3 +413,40 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# ---- pause ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pause_freezes_holds_and_refuses_the_requests_of_every_client(client):
+    async def run(name, count, **options):
+        found = []
+        params = greedy(count)
+        async for deltas in client.stream(name, prompt_token_ids=PROMPTS[0], params=params, **options):
+            found += deltas
+        return found
+
+    before = client.stats().generation_tokens
+    running = asyncio.create_task(run("running", 4000, names=["a", "group"]))
+    while client.stats().generation_tokens < before + 10:
+        await asyncio.sleep(0.01)
+    await client.pause("keep")
+    held = asyncio.create_task(run("held", 5, names=["b", "group"]))
+    await asyncio.sleep(0.3)
+    assert await client.is_paused() and not running.done() and not held.done()
+    assert client.stats().pause == "keep" and client.stats().num_waiting == 1
+    assert await client.abort_requests(["a"]) == 1
+    deltas = await running
+    assert deltas[-1].finish_reason == "abort" and sum(len(delta.token_ids) for delta in deltas) >= 10
+    waiting = asyncio.create_task(client.pause("wait"))
+    await asyncio.wait_for(waiting, 10)
+    assert not held.done()
+    await client.pause("abort")
+    assert [delta.finish_reason for delta in await held] == ["abort"]
+    with pytest.raises(EnginePaused, match="takes no new requests"):
+        await run("refused", 5)
+    with pytest.raises(RequestError, match="abort, wait, keep"):
+        await client.pause("stop")
+    await client.resume()
+    assert not await client.is_paused()
+    assert (await run("again", 5))[-1].finish_reason == "length"

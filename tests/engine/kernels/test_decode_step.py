@@ -185,11 +185,13 @@ def small_model(dtype: torch.dtype = DTYPE, **options) -> Decoder:
 
 @pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 8, 40])
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"]
+    "architecture",
+    ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32 if INTERPRETED else torch.bfloat16], ids=str)
 def test_fused_steps_equal_the_unfused_model(rows, architecture, dtype):
-    model = small_model(dtype, architectures=[architecture], num_hidden_layers=3)
+    full = {"layer_types": ["full_attention"] * 3}  # one page table
+    model = small_model(dtype, architectures=[architecture], num_hidden_layers=3, **full)
     config, steps = model.config, 3
     layout = Layout(rows + 1, 4)
     caches = [KVCache(config.cache_specs(), 64 * 4, 16, dtype, DEVICE) for _ in range(2)]

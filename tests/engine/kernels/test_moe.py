@@ -45,6 +45,23 @@ def test_experts_equal_the_reference(shape: tuple[int, int, int, int], tokens: i
         assert relative_error(found.cpu(), expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, False)])
+def test_biases_and_the_clamped_activation(biases: tuple[bool, bool], limit: float | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    gate_up, down = random_experts(5, 32, 24, dtype, DEVICE)
+    options = {"limit": limit, "alpha": 1.0 if limit is None else 1.7}
+    for has_bias, name, columns in zip(biases, ("gate_up_bias", "down_bias"), (48, 32), strict=True):
+        if has_bias:
+            options[name] = torch.randn(5, columns).to(DEVICE, dtype)
+    x, (weights, chosen) = torch.randn(19, 32).to(DEVICE, dtype), random_routing(19, 5, 2, DEVICE)
+    chosen[7] = -1
+    found = run_experts(x, weights, chosen, gate_up, down, **options)
+    wanted = experts_reference(x, weights, chosen, gate_up, down, **options)
+    assert relative_error(found.cpu(), wanted) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("rows", [16, 32, 128])
 @pytest.mark.parametrize("routing", ["one_expert", "last_expert", "nobody", "first_rows_padded"])
 def test_uneven_routings_with_every_tile_height(routing: str, rows: int) -> None:

@@ -136,6 +136,36 @@ def test_rows_attend_within_the_window_only(device, dtype, heads, kv_heads, dim,
 
 
 @pytest.mark.interpretable
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 32), (3, 1, 80), (6, 2, 64)])
+@pytest.mark.parametrize("splits", [None, 1, 2, 5])
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_sink_counts_once_in_every_split(device, dtype, heads, kv_heads, dim, splits, window):
+    case = make_case(device, [1, 16, 17, 66, MAX_LENGTH], heads, kv_heads, dim, dtype, seed=dim)
+    sinks = torch.linspace(-3, 6, heads).to(device, dtype)
+    found = decode(case, num_splits=splits, window=window, sinks=sinks)
+    wanted = torch.zeros(found.shape, dtype=torch.float64, device=device)
+    for row, position in enumerate(case.positions.tolist()):
+        first = 0 if window is None else max(position + 1 - window, 0)
+        k, v = (
+            cache[case.page_table[row]].reshape(-1, kv_heads, dim)[first : position + 1].double()
+            for cache in (case.k_cache, case.v_cache)
+        )
+        for head in range(heads):
+            exps = (k[:, head * kv_heads // heads] @ case.q[row, head].double() * case.scale).exp()
+            weights = exps / (exps.sum() + sinks[head].double().exp())
+            wanted[row, head] = weights @ v[:, head * kv_heads // heads]
+    assert relative_error(found, wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.interpretable
+def test_sinks_of_other_heads_are_rejected(device):
+    case = make_case(device, [30], 4, 2, 64, torch.float32)
+    with pytest.raises(ValueError, match=r"sinks must be contiguous \[4\], found \(2,\)"):
+        decode(case, sinks=torch.zeros(2, device=device))
+
+
+@pytest.mark.interpretable
 def test_a_window_below_one_is_rejected(device):
     case = make_case(device, [30], 4, 2, 64, torch.float32)
     with pytest.raises(ValueError, match="window is 0"):

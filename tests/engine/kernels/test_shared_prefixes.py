@@ -65,6 +65,18 @@ def test_prefixes_of_any_length_with_any_number_of_splits(device, splits, pages)
 
 
 @pytest.mark.interpretable
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_a_sink_counts_once_beside_a_shared_prefix(device, splits):
+    case = make_case(device, [PAGE * 3 + 1, PAGE * 3 + 33, PAGE * 3 + 100, 7], 8, 2, 64, torch.float32)
+    shared = share(case, [([2, 0, 1], 3)])
+    sinks = torch.linspace(-3, 6, 8).to(device)
+    wanted = pd.paged_decode(
+        case.q, case.k_cache, case.v_cache, case.page_table, case.positions, case.scale, sinks=sinks
+    )
+    assert relative_error(decode(case, shared, num_splits=splits, sinks=sinks), wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpretable
 def test_without_groups_the_result_is_that_of_single_rows(device):
     case = make_case(device, [100, 33, 0, 1], 8, 2, 64, torch.float32)
     assert relative_error(decode(case, share(case, [])), expected(case)) < TOLERANCE[torch.float32]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from engine.layers.moe import MoE, Router, run_experts_grouped
+from engine.layers.moe import Experts, MoE, Router, run_experts_grouped
 from graph_cache import BufferSpec, GraphCache
 from graph_cache.backends import backend_for
 from graph_cache.pool import GraphPool
@@ -17,7 +19,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def make_layer(device: str, dtype: torch.dtype = torch.float32, normalize: bool = True, experts: int = EXPERTS) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(experts, TOP_K, HIDDEN, WIDTH, normalize=normalize, dtype=dtype, device=torch.device(device))
+    place = {"dtype": dtype, "device": torch.device(device)}
+    router = Router(experts, TOP_K, HIDDEN, normalize=normalize, **place)
+    layer = MoE(router, Experts(experts, HIDDEN, WIDTH, **place))
     with torch.no_grad():
         layer.router.weight.normal_(0.0, 1.0)
         layer.experts.gate_up.weight.normal_(0.0, 2 / HIDDEN**0.5)
@@ -50,6 +54,33 @@ def test_grouped_formulation_equals_a_loop_over_tokens(tokens: int, dtype: torch
     assert found.dtype == dtype
     assert float((found.double() - expected).norm()) <= tolerance * max(float(expected.norm()), 1.0)
     assert not found[tokens // 2].any()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_biases_and_the_clamped_activation_equal_a_loop_over_tokens(biased: bool, limit: float | None) -> None:
+    torch.manual_seed(3)
+    gate_up, down = random_experts(EXPERTS, HIDDEN, WIDTH, torch.float32, "cpu")
+    options: dict[str, Any] = {"limit": limit, "alpha": 1.0 if limit is None else 1.7}
+    if biased:
+        options |= {"gate_up_bias": torch.randn(EXPERTS, 2 * WIDTH), "down_bias": torch.randn(EXPERTS, HIDDEN)}
+    x, (weights, experts) = torch.randn(9, HIDDEN), random_routing(9, EXPERTS, TOP_K, "cpu")
+    experts[4] = -1
+    found = run_experts_grouped(x, weights, experts, gate_up, down, **options)
+    torch.testing.assert_close(
+        found.double(), experts_reference(x, weights, experts, gate_up, down, **options), atol=1e-4, rtol=0
+    )
+
+
+def test_a_router_with_a_bias_chooses_and_weighs_by_it() -> None:
+    router = Router(4, 2, 4, normalize=True, dtype=torch.float32, device=torch.device("cpu"), bias=True)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+        assert router.bias is not None
+        router.bias.copy_(torch.tensor([0.0, -9.0, 0.0, 5.0]))
+    weights, experts = router(torch.tensor([[1.0, 3.0, 2.0, 0.0]]))
+    assert experts.tolist() == [[3, 2]]
+    torch.testing.assert_close(weights[0], torch.tensor([5.0, 2.0]).softmax(0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -102,19 +133,19 @@ def test_a_replay_follows_rows_padding_and_weights(device: str) -> None:
 
 def test_slots_write_each_experts_rows_of_the_stacked_storage() -> None:
     layer = make_layer("cpu")
-    slots = layer.slots("mlp")
+    slots = layer.slots("layers.0")
     assert len(slots) == 1 + 3 * EXPERTS
     for number, (name, slot) in enumerate(slots.items()):
         slot.write(torch.full(slot.shape, float(number)))
         assert torch.equal(slot.read(), torch.full(slot.shape, float(number))), name
     names = list(slots)
     for index in range(EXPERTS):
-        parts = [names.index(f"mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
+        parts = [names.index(f"layers.0.mlp.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")]
         assert layer.experts.gate_up.weight[index, :, 0].tolist() == [parts[0]] * WIDTH + [parts[1]] * WIDTH
         assert set(layer.experts.down.weight[index].flatten().tolist()) == {parts[2]}
-    assert set(layer.router.weight.flatten().tolist()) == {names.index("mlp.gate.weight")}
+    assert set(layer.router.weight.flatten().tolist()) == {names.index("layers.0.mlp.gate.weight")}
 
 
 def test_unaligned_sizes_are_rejected() -> None:
     with pytest.raises(ValueError, match="width=20 must be multiples of 8"):
-        MoE(4, 2, 32, 20, normalize=True, dtype=torch.float32, device=torch.device("cpu"))
+        Experts(4, 32, 20, dtype=torch.float32, device=torch.device("cpu"))

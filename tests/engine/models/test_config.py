@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_basic_fields() -> None:
             "output_bias": False,
             "mlp_bias": False,
             "qk_norm": False,
-            "sliding_window": None,
+            "windows": (),
             "bos_token_id": 1,
             "eos_token_ids": (2, 5),
             "dtype": "bfloat16",
@@ -95,6 +96,7 @@ def test_both_dialects_of_rope_read_the_same(scaling: dict[str, Any] | None) -> 
     [
         {"rope_type": "llama3", **LLAMA3},
         {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "dynamic", "factor": 2.5},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 128},
         {
@@ -135,7 +137,7 @@ def test_frequencies_equal_transformers(scaling: dict[str, Any], head_dim: int) 
         ({"attention_bias": True, "mlp_bias": True}, {"attention_bias": True, "output_bias": True, "mlp_bias": True}),
         ({"architectures": ["Qwen2ForCausalLM"]}, {"attention_bias": True, "output_bias": False}),
         ({"architectures": ["Qwen3ForCausalLM"]}, {"attention_bias": False, "qk_norm": True, "head_dim": 128}),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, {"sliding_window": None, "head_dim": 8}),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, {"windows": (), "head_dim": 8}),
         ({"architectures": None, "model_type": "qwen3"}, {"architecture": "Qwen3ForCausalLM"}),
         ({"num_key_value_heads": None}, {"num_kv_heads": 6}),
         ({"torch_dtype": None}, {"dtype": "float32"}),
@@ -148,27 +150,41 @@ def test_families_set_their_own_defaults(changes: dict[str, Any], expected: dict
 
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+WINDOWS = {**QWEN2, "sliding_window": 64, "use_sliding_window": True}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE}
 
 
 @pytest.mark.parametrize(
-    ("changes", "window"),
+    ("changes", "windows"),
     [
-        ({"sliding_window": 64}, None),  # Llama has none
-        (MISTRAL, 4096),
-        ({**MISTRAL, "sliding_window": 64}, 64),
-        ({**MISTRAL, "sliding_window": None}, None),
-        ({**QWEN2, "sliding_window": 64}, None),
-        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True}, None),  # max_window_layers defaults to 28
-        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
-        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
-        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, None),
-        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, 64),
+        ({"sliding_window": 64}, ()),  # Llama has none
+        (MISTRAL, (4096,) * 3),
+        ({**MISTRAL, "sliding_window": 64}, (64,) * 3),
+        ({**MISTRAL, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}, (64,) * 3),
+        ({**MISTRAL, "sliding_window": None}, ()),
+        ({**QWEN2, "sliding_window": 64}, ()),
+        ({**WINDOWS}, ()),  # max_window_layers defaults to 28
+        ({**WINDOWS, "max_window_layers": 3}, ()),
+        ({**WINDOWS, "max_window_layers": 2}, (None, None, 64)),
+        ({**WINDOWS, "max_window_layers": 0}, (64,) * 3),
+        ({**WINDOWS, "layer_types": ["full_attention"] * 3}, ()),
+        ({**WINDOWS, "layer_types": ["sliding_attention"] * 3}, (64,) * 3),
+        ({**WINDOWS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (64, None, 64)),
+        ({"architectures": ["Gemma2ForCausalLM"]}, (4096, None, 4096)),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, None)),
+        ({"architectures": ["MinistralForCausalLM"], "sliding_window": 64}, (64,) * 3),
+        ({"architectures": ["Phi3ForCausalLM"]}, ()),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 64}, (64,) * 3),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 64}, ()),
     ],
 )
-def test_a_sliding_window_applies_only_where_enabled(changes: dict[str, Any], window: int | None) -> None:
+def test_sliding_windows_apply_only_where_enabled(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     config = read(**changes)
-    assert config.sliding_window == window
-    assert config.context_length == min(128, window or 128)
+    assert config.windows == windows
+    assert config.context_length == 128
+    # the context has 128 tokens, so a larger window is full attention
+    assert [spec.window or 4096 for spec in config.cache_specs()] == [size or 4096 for size in windows or (None,) * 3]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +195,8 @@ def test_a_sliding_window_applies_only_where_enabled(changes: dict[str, Any], wi
         ({"rope_type": "linear", "factor": 2.0}, 256),
         ({"rope_type": "llama3", **LLAMA3}, 128),
         ({"rope_type": "linear", "factor": 1e12}, MAX_CONTEXT),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),  # beyond it, the frequencies of a key depend on later tokens
+        ({"rope_type": "longrope", **LONGROPE, "original_max_position_embeddings": 32}, 128),
     ],
 )
 def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: int) -> None:
@@ -188,11 +206,20 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported; supported are LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
         ({"architectures": [], "model_type": None}, r"\(none named\) is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'.*default, linear, llama3, yarn"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "axial"}}, "rope scaling 'axial'.*default, linear, llama3, yarn, dynamic, longrope"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: 'factor' must be a number above 0, found nothing"),
+        ({"rope_scaling": {"type": "su"}}, "'short_factor' must be a list of 4 numbers above 0, found nothing"),
+        ({**PHI3, "rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "'long_factor' must be a list of 4 numbers"),
+        (
+            {**PHI3, "rope_scaling": {**LONGROPE, "long_factor": [1, 0, 1, 1]}},
+            "long_factor: '1' must be a number above",
+        ),
+        ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "'short_factor' must be a list"),
+        ({**PHI3, "rope_scaling": None, "partial_rotary_factor": 0.4}, "'partial_rotary_factor' must be at most 1"),
+        ({**PHI3, "rope_scaling": None, "partial_rotary_factor": 2.0}, "'partial_rotary_factor' must be at most 1"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: 'factor' must be a number above 0, found nothing"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor"),
@@ -201,7 +228,36 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantised by 'hqq' are not supported"),
-        ({"hidden_act": "gelu"}, "'hidden_act' must be 'silu', found 'gelu'"),
+        ({"hidden_act": "quick_gelu"}, "'hidden_act' must be 'silu' or 'gelu' or.*found 'quick_gelu'"),
+        ({"hidden_act": ["silu"]}, "'hidden_act' must be"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "gelu"}, "'hidden_act' must be 'silu', found 'gelu'"),
+        ({**MISTRAL, "layer_types": ["full_attention"] * 3}, "'layer_types' must be null, or 3 times"),
+        ({**WINDOWS, "layer_types": ["sliding_attention"]}, "'layer_types' must be a list of 3"),
+        ({**WINDOWS, "layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of 3"),
+        ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0}, "'clip_qkv' must be a number above 0"),
+        ({"architectures": ["Gemma3ForCausalLM"], "partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1.0"),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "'qk_layernorm' must be false"),
+        ({"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "'attention_out_bias' must be false"),
+        (
+            {"architectures": ["Cohere2ForCausalLM"], "position_embedding_type": "alibi"},
+            "'position_embedding_type' must",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1}, "'attn_logit_softcapping' must be"),
+        ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "must be false"),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_act": "relu"}, "'hidden_act' must be"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "'no_rope_layers' must be a list of at least",
+        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [2] * 3}, "'no_rope_layers' must be"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "'logits_scaling' must be a number above 0"),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": "1"}, "'residual_multiplier' must be"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, "'use_qk_norm' must be true or false"),
+        ({"architectures": ["Starcoder2ForCausalLM"], "use_bias": "no"}, "'use_bias' must be true or false"),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "rope_parameters": {"rope_type": "yarn"}},
+            "an object with the objects",
+        ),
         ({"num_key_value_heads": 4}, "a divisor of num_attention_heads"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_size": "48"}, "'hidden_size' must be a whole number from 1 to"),
@@ -226,15 +282,65 @@ def test_unsupported_values_are_rejected_by_field_name(changes: dict[str, Any], 
     assert "somewhere/config.json" in str(caught.value)
 
 
+PUBLISHED = {
+    # as in public checkpoints, but for the sizes
+    "Olmo3ForCausalLM": (
+        {
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {"context_length": 65536, "local_rope_theta": 5e5, "local_rope_scaling": None, "windows": (4096, 4096, None)},
+    ),
+    "Phi3ForCausalLM": (
+        {
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "long_factor": [1, 32.5] * 24, "short_factor": [1.0] * 48},
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+        },
+        {"context_length": 131072, "rotary_dim": 96, "tie_word_embeddings": True},
+    ),
+    "GraniteForCausalLM": (
+        {
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+        },
+        {"attention_scale": 1 / 128, "embedding_scale": 12, "logit_scale": 1 / 16, "residual_scale": 0.22},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_configs_are_read(architecture: str) -> None:
+    changes, expected = PUBLISHED[architecture]
+    config = read(architectures=[architecture], **changes)
+    assert {name: getattr(config, name) for name in expected} == expected
+    if architecture == "Phi3ForCausalLM":
+        assert config.rope_scaling is not None and config.rope_scaling.kind == "longrope"
+        assert config.rope_scaling.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+        assert {spec.window for spec in config.cache_specs()} == {None}  # the window is wider than the context
+
+
 def test_supported_architectures_are_named() -> None:
-    assert supported_architectures() == (
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Gemma3ForCausalLM",
-    )
+    names = supported_architectures()
+    assert names[:4] == ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM")
+    assert len(names) == len(set(names))
 
 
 def test_an_unknown_scaling_kind_is_rejected() -> None:
@@ -287,6 +393,12 @@ KEYS = (
     "max_window_layers",
     "hidden_act",
     "original_max_position_embeddings",
+    "sliding_window_pattern",
+    "partial_rotary_factor",
+    "no_rope_layers",
+    "attn_logit_softcapping",
+    "logits_scaling",
+    "use_bias",
 )
 
 

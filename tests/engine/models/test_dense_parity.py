@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.attention.kv_cache import KVCache
-from engine.errors import ModelError
 from engine.layers import HeadNorm, RMSNorm
 from engine.layers.weight_method import PLAIN, PlainWeight, plain_weights
 from engine.loader.weights import load_dummy, load_hf_folder
@@ -308,22 +307,3 @@ def test_every_linear_layer_takes_the_method_that_is_chosen_for_it() -> None:
     x = torch.randn(3, 48)
     assert torch.equal(model.layers[1].mlp.down(x), 2 * plain.layers[1].mlp.down(x))
     assert torch.equal(model.layers[0].mlp.down(x), plain.layers[0].mlp.down(x))
-
-
-def test_a_sliding_window_bounds_the_length() -> None:
-    config = config_from_dict(
-        {
-            "architectures": ["MistralForCausalLM"],
-            "vocab_size": 10,
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 128,
-            "sliding_window": 32,
-        }
-    )
-    assert Decoder(config, torch.float32, "cpu").max_len == 32
-    with pytest.raises(ModelError, match="sliding window of 32.*at most 32"):
-        Decoder(config, torch.float32, "cpu", max_len=33)

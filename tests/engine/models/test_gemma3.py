@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec, group_layers
-from engine.attention.kv_cache import KVCache
-from engine.attention.metadata import DecodeMetadata
+from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
 from engine.errors import ModelError
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RopeScaling
@@ -20,9 +18,8 @@ from engine.loader.weights import load_dummy, load_hf_folder
 from engine.models import build_model, config_from_dict
 from tests.support.attention import backend_for, prefill_metadata
 from tests.support.gemma3 import SHAPES, WINDOW, reference_model
+from tests.support.parity import check_against, make_cache, pages_per_group
 
-TOLERANCE = 1e-3
-PAGE, PAGES = 8, 24  # tokens in a page, pages of a cache group
 LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -67,51 +64,6 @@ PUBLISHED = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
-
-
-def make_cache(model: Any) -> KVCache:
-    groups = len(group_layers(model.cache_specs()))
-    return KVCache(model.cache_specs(), 1 + groups * PAGES, PAGE, model.dtype, model.device)
-
-
-def pages_per_group(kv: KVCache, table: torch.Tensor) -> torch.Tensor:
-    """Return page tables [groups, rows, P] from the first group's: groups share the pool, so each has its own pages."""
-    return torch.stack([torch.where(table > 0, table + group * PAGES, 0) for group in range(len(kv.groups))])
-
-
-def check_against(reference: Any, model: Any, backend: str = "sdpa") -> None:
-    """Compare logits of prefill and of 20 decode steps: two texts in unordered pages, and a padded row."""
-    device, lengths = model.device, (67, 22)
-    pages = ([9, 3, 14, 2, 8, 21, 5, 1, 23, 24, 17, 12], [4, 22, 6, 13, 7, 11, 10, 15, 16, 18, 19, 20])
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(0, SHAPES["vocab_size"], (length + 20,), generator=generator) for length in lengths]
-    expected = [reference(text[None]).logits[0] for text in texts]
-    cache = make_cache(model)
-    attention_backend = backend_for(cache, backend)
-
-    def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert float((found.cpu() - wanted).abs().max()) < TOLERANCE
-
-    for first, last in ((0, 15), (15, None)):  # chunks of the prompts
-        chunks = [(first, (length if last is None else last) - first) for length in lengths]
-        spans = [slice(start, start + count) for start, count in chunks]
-        tokens = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)]).to(device)
-        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(device)
-        metadata = prefill_metadata(cache, chunks, pages)
-        metadata = metadata._replace(page_tables=pages_per_group(cache, metadata.page_tables[0]))
-        logits = model.compute_logits(model(tokens, positions, attention_backend.prefill(metadata)))
-        check(logits, torch.cat([wanted[span] for wanted, span in zip(expected, spans, strict=True)]))
-
-    tables, rows = (
-        pages_per_group(cache, torch.tensor([*pages, [0] * 12], device=device)),
-        torch.arange(3, device=device),
-    )
-    for step in range(20):
-        at = torch.tensor([lengths[0] + step, lengths[1] + step, 0])
-        tokens = torch.tensor([texts[0][at[0]], texts[1][at[1]], 0]).to(device)
-        attention = attention_backend.decode(DecodeMetadata(tables, rows, at.to(device)))
-        logits = model.compute_logits(model(tokens, at.to(device), attention))
-        check(logits[:2], torch.stack([expected[row][at[row]] for row in (0, 1)]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -222,7 +174,10 @@ def test_absent_keys_have_the_values_of_transformers() -> None:
         ({"layer_types": ["chunked_attention"] * 26}, "'layer_types' must be a list of 26"),
         ({"sliding_window": 0}, "'sliding_window' must be a whole number from 1"),
         ({"query_pre_attn_scalar": -1}, "'query_pre_attn_scalar' must be a number above 0"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' of full_attention layers is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "full_attention: rope scaling 'yarn' is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' must be a number above 0, found nothing"),
         ({"rope_parameters": {"rope_type": "default"}}, "'rope_parameters' must be an object with the objects"),
         ({"quantization_config": {}}, "quantised checkpoints"),

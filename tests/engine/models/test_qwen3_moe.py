@@ -57,11 +57,11 @@ def test_both_names_of_the_number_of_experts_are_read(key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": None}, "'num_local_experts' must be a whole number"),
+        ({"num_experts": 0}, "'num_experts' must be a whole number"),
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' must be a whole number from 1 to 8, found 9"),
         ({"moe_intermediate_size": 20}, "'moe_intermediate_size' must be a multiple of 8, found 20"),
         ({"hidden_size": 36}, "'hidden_size' must be a multiple of 8, found 36"),
-        ({"moe_intermediate_size": None}, "'moe_intermediate_size' must be a whole number"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be a whole number"),
         ({"mlp_only_layers": "all"}, "'mlp_only_layers' must be a list of layer indices, found 'all'"),
         ({"mlp_only_layers": [-1]}, r"'mlp_only_layers' must be a list of layer indices, found \[-1\]"),
         ({"decoder_sparse_step": 0}, "'decoder_sparse_step' must be a whole number"),
@@ -75,10 +75,10 @@ def test_unsupported_values_are_rejected_by_name(changes: dict[str, Any], messag
         config_from_dict({**VALUES, **changes})
 
 
-def test_a_sliding_window_bounds_the_length() -> None:
-    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": 32}).context_length == 32
-    assert config_from_dict({**VALUES, "use_sliding_window": False, "sliding_window": 32}).context_length == 128
-    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": None}).context_length == 128
+def test_a_sliding_window_applies_to_all_layers() -> None:
+    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": 32}).windows == (32,) * 4
+    assert config_from_dict({**VALUES, "use_sliding_window": False, "sliding_window": 32}).windows == ()
+    assert config_from_dict({**VALUES, "use_sliding_window": True, "sliding_window": None}).windows == ()
 
 
 # ---- logits --------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_formats_without_experts_are_refused() -> None:
     model = make_model()
     with pytest.raises(ModelError, match="can't be quantised: its experts"):
         build_int4_model(model.config, torch.bfloat16)
-    with pytest.raises(ModelError, match="can't be split, found tensor_parallel_size=2"):
+    with pytest.raises(ModelError, match="its 24 columns of an expert are not a multiple of 16"):
         build_model(model.config, torch.float32, "meta", parallel=TensorParallel(0, 2))
     with pytest.raises(
         ModelError, match="Qwen3MoeForCausalLM can't be a Megatron-Core GPTModel: options .* num_experts="

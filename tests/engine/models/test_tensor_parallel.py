@@ -44,6 +44,13 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2},
+    "phi3-joined": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "phi-head-bias": {"architectures": ["PhiForCausalLM"]},
+    "olmo2-norm-over-heads": {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True},
+    "cohere-qk-norms": {"architectures": ["CohereForCausalLM"], "use_qk_norm": True, "logit_scale": 4.0},
+    "starcoder2-plain-mlp": {"architectures": ["Starcoder2ForCausalLM"]},
+    "glm4": {"architectures": ["Glm4ForCausalLM"]},
+    "granite-biases": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "attention_bias": True},
     "qwen3-even": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 98, "num_key_value_heads": 4},
 }
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
@@ -151,7 +158,7 @@ def test_a_rank_reads_only_its_part_of_the_file(tmp_path: Path) -> None:
     assert holds_its_parts(model, dict(whole.named_weights()))
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-tied", "phi3-joined", "cohere-qk-norms"])
 def test_an_update_takes_whole_tensors_and_writes_in_place(case: str) -> None:
     new = checkpoint(case, seed=2)
     for model in shards(case):
@@ -207,9 +214,10 @@ def test_a_model_that_cannot_be_split_names_every_size(columns, advice) -> None:
 
 
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
-def test_ranks_store_their_parts_of_the_quantised_model() -> None:
+@pytest.mark.parametrize("case", ["llama", "phi3-joined"])
+def test_ranks_store_their_parts_of_the_quantised_model(case: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = empty_model("llama", intermediate_size=128, **sizes).config
+    config = empty_model(case, intermediate_size=128, **sizes).config
     whole, *parts = (
         build_int4_model(config, torch.bfloat16, parallel=parallel)
         for parallel in (SINGLE_RANK, TensorParallel(0, 2), TensorParallel(1, 2))

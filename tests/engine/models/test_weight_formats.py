@@ -24,6 +24,7 @@ def make_model(dtype: torch.dtype) -> Decoder:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 64,
     }

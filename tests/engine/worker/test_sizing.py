@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from engine.attention.cache_spec import LatentSpec, RecurrentStateSpec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.layers.rotary import RopeScaling
 from engine.models.registry import config_from_folder
 from engine.worker.sizing import CPU_KV_BYTES, CPU_KV_SHARE, context_buckets, page_bytes, resolve, state_bytes
 
@@ -138,3 +141,21 @@ def test_context_buckets_are_ascending_whole_pages_that_reach_the_context():
         assert list(widths) == sorted(set(widths)), (limit, page_size)
         assert all(width % page_size == 0 for width in widths)
         assert limit <= widths[-1] < limit + page_size
+
+
+def test_a_long_context_of_longrope_is_logged(model, caplog):
+    scaling = RopeScaling(
+        kind="longrope", original_max_position_embeddings=512, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
+    )
+    long = replace(model, rope_scaling=scaling)
+    with caplog.at_level(logging.INFO, logger="engine.worker.sizing"):
+        resolved(long, max_model_len=512)
+        assert not caplog.records
+        resolved(long)
+    assert "all contexts use long_factor, since max_model_len is 4096; up to 512 would select short" in caplog.text
+
+
+def test_a_context_that_dynamic_scaling_would_change_is_refused(model):
+    dynamic = replace(model, rope_scaling=RopeScaling(kind="dynamic", factor=4.0))
+    with pytest.raises(ConfigError, match="max_model_len=4097 exceeds the model's context of 4096 tokens"):
+        resolved(dynamic, max_model_len=4097)

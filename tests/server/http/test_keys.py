@@ -20,13 +20,21 @@ INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/model
              "/detokenize", "/tokenizer_info", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
              "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
              "/v1/responses/{response_id}/cancel", "/v1/chat/completions/batch", "/invocations",
+             "/inference/v1/generate",
              *(f"/api/{name}" for name in (
                  "chat", "generate", "tags", "ps", "show", "version", "embed", "embeddings", "pull", "push", "create",
                  "copy", "delete", "blobs/{digest}",
              )),
              "/v1/nothing")  # fmt: skip
 CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
-           "/profile/stop", "/server_info")  # fmt: skip
+           "/profile/stop", "/server_info", "/get_server_info", *(f"/{name}" for name in """
+           pause resume is_paused abort_requests reset_prefix_cache pause_generation continue_generation abort_request
+           flush_cache start_weight_update update_weights finish_weight_update update_weight_version weight_info
+           weight_checker update_weights_from_disk get_weights_by_name get_world_size get_model_info model_info
+           init_weight_transfer_engine init_weights_update_group destroy_weights_update_group
+           update_weights_from_distributed update_weights_from_tensor update_weights_from_ipc sleep wake_up is_sleeping
+           release_memory_occupation resume_memory_occupation release_kv_cache_memory
+           """.split()))  # fmt: skip
 
 
 def bearer(key):

@@ -26,7 +26,9 @@ from server.schemas.foreign_fields import (
     RESPONSES,
     SAMPLING,
     STREAM_OPTIONS,
+    TOKEN_SAMPLING,
     TOKENIZE,
+    TOKENS,
     Ignored,
     Refused,
 )
@@ -34,12 +36,14 @@ from server.schemas.generate import GenerateBody
 from server.schemas.ollama import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from server.schemas.openai_responses import ResponsesBody
 from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+from server.schemas.token_generate import SERVED_SAMPLING, TokenGenerateBody
 
 OLLAMA_OPTIONS = {"num_predict": 3, "temperature": 0}
 BODIES = {
     COMPLETIONS: {"prompt": "red", "max_tokens": 3, "temperature": 0},
     CHAT: {"messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
     GENERATE: {"text": "red", "sampling_params": {"max_new_tokens": 3, "temperature": 0}},
+    TOKENS: {"token_ids": [40, 41], "sampling_params": {"max_tokens": 3, "temperature": 0}},
     TOKENIZE: {"messages": [{"role": "user", "content": "red"}]},
     DETOKENIZE: {"tokens": [5, 6]},
     MESSAGES: {"model": "tiny", "messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
@@ -52,7 +56,7 @@ BODIES = {
 }  # fmt: skip
 MODELS = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, GENERATE: GenerateBody, TOKENIZE: TokenizeBody,
-    DETOKENIZE: DetokenizeBody, STREAM_OPTIONS: StreamOptions,
+    DETOKENIZE: DetokenizeBody, TOKENS: TokenGenerateBody, STREAM_OPTIONS: StreamOptions,
     RESPONSES: ResponsesBody, MESSAGES: MessagesBody, COUNT_TOKENS: CountTokensBody,
     OLLAMA_CHAT: OllamaChatBody, OLLAMA_GENERATE: OllamaGenerateBody, OPTIONS: OllamaOptions,
 }  # fmt: skip
@@ -66,9 +70,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 def sent(place, name, value):
     """Return the route and body of a request with one more field."""
-    if place == SAMPLING:
-        body = BODIES[GENERATE]
-        return GENERATE, body | {"sampling_params": body["sampling_params"] | {name: value}}
+    if place in (SAMPLING, TOKEN_SAMPLING):
+        route = GENERATE if place == SAMPLING else TOKENS
+        body = BODIES[route]
+        return route, body | {"sampling_params": body["sampling_params"] | {name: value}}
     if place == STREAM_OPTIONS:
         return CHAT, BODIES[CHAT] | {"stream": True, "stream_options": {name: value}}
     if place == OPTIONS:
@@ -133,7 +138,7 @@ def test_every_field_of_anthropic_is_implemented_refused_or_listed_as_without_ef
     assert {place: unaccounted(place, names) for place, names in found.items()} == dict.fromkeys(found, [])
 
 
-@pytest.mark.parametrize(("api", "place"), [one for one in OTHERS if one[1] != SAMPLING])
+@pytest.mark.parametrize(("api", "place"), [one for one in OTHERS if one[1] not in (SAMPLING, TOKEN_SAMPLING)])
 def test_every_field_of_vllm_and_sglang_is_implemented_refused_or_listed_as_without_effect(api, place):
     assert FIELDS[api]["version"] and len(FIELDS[api][place]) >= 2
     assert unaccounted(place, FIELDS[api][place]) == []
@@ -148,6 +153,12 @@ def test_every_sampling_parameter_of_sglang_is_implemented_refused_or_listed_as_
             assert response.status_code == 200, name
         else:
             assert response.status_code == 400 and response.json()["error"]["param"] == name, response.text
+
+
+def test_every_sampling_parameter_of_vllms_route_for_tokens_is_accounted_for():
+    found = set(FIELDS["vLLM"][TOKEN_SAMPLING])
+    assert found - set(SERVED_SAMPLING) == found & FOREIGN_FIELDS[TOKEN_SAMPLING].keys()
+    assert set(SERVED_SAMPLING) <= found
 
 
 def test_no_field_is_both_implemented_and_in_the_table():
@@ -182,7 +193,7 @@ def test_a_field_that_can_not_change_the_answer_is_accepted(server, place, name)
 def text_of(answer):
     if "choices" in answer:
         choice = answer["choices"][0]
-        return choice.get("text") or choice["message"]
+        return choice.get("text") or choice.get("message") or choice["token_ids"]
     if "output" in answer:
         return [item["content"] for item in answer["output"]]
     names = ("tokens", "content", "input_tokens", "text", "message", "response")
@@ -191,7 +202,7 @@ def text_of(answer):
 
 @pytest.mark.parametrize("place", MODELS)
 def test_an_unknown_field_is_refused_with_the_nearest_name(server, place):
-    nearest = next(name for name in ("temperature", "include_usage", "prompt", "messages", "tokens")
+    nearest = next(name for name in ("temperature", "include_usage", "prompt", "messages", "tokens", "token_ids")
                    if name in MODELS[place].model_fields or (place == GENERATE and name == "tokens"))  # fmt: skip
     misspelt = "texts" if place == GENERATE else f"{nearest[:-1]}z"
     hint = "text" if place == GENERATE else nearest
@@ -260,8 +271,10 @@ def test_the_documentation_lists_every_field_and_what_happens(page):
 @pytest.mark.parametrize(("api", "place"), OTHERS)
 def test_the_fields_documented_as_served_are_those_of_the_schemas(page, api, place):
     served = {name for name in FIELDS[api][place] if page.what_happens(place, name)[0] == "served"}
-    if place == SAMPLING:
-        schema = GenerateBody.model_json_schema()["properties"]["sampling_params"]["anyOf"][0]["properties"]
+    if place in (SAMPLING, TOKEN_SAMPLING):
+        model = GenerateBody if place == SAMPLING else TokenGenerateBody
+        schema = model.model_json_schema()["properties"]["sampling_params"]
+        schema = (schema["anyOf"][0] if place == SAMPLING else schema)["properties"]
         assert served == set(FIELDS[api][place]) & (schema.keys() - FOREIGN_FIELDS[place].keys())
     else:
         assert served == set(FIELDS[api][place]) & set(MODELS[place].model_fields)

@@ -11,7 +11,8 @@ from server.schemas.requests import Wire
 
 REQUIRED = {
     "messages": [], "prompt": "a", "tokens": [1], "input": "a", "max_tokens": 3, "model": "m", "path": "a",
-    "version": "v", "role": "user", "content": "a",
+    "version": "v", "role": "user", "content": "a", "token_ids": [1], "new_version": "v", "action": "reset",
+    "model_path": "a", "name": "a",
 }  # fmt: skip
 
 

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from engine.text.parsing.chat import ChatParser
-from engine.text.parsing.reasoning import REASONING_FORMATS, ReasoningSplitter
-from engine.text.parsing.selection import TOOL_FORMATS
+from engine.text.parsing.selection import REASONING, TOOL_FORMATS
 from engine.text.parsing.tool_calls import ToolCallParser
 
 FACTOR, MAX_RATIO = 8, 20  # a quadratic parser has 64
@@ -25,6 +24,9 @@ ATTACKS = {
                 ["[TOOL_CALLS]", "[TOOL_CALLS]f{}", "[TOOL_CALLS][", "[TOOL_CALLS]n"]),
     "pythonic": (["", "[", "[f(x=", "[f(x='"],
                  ["[f()]", "<|python_start|>", "<|python_start|>[f(x=", "f(", "'a' ", "f'{a}'", "1,", "("]),
+    "harmony": (["", "<|channel|>commentary to=functions.f<|message|>", "<|channel|>"],
+                ["<|channel|>", "<|start|>", "<|message|>", "<|end|>", "to=functions.f", "<|call|>",
+                 "<|channel|>commentary to=functions.f<|message|>{}<|call|>", "<|"]),
     "qwen3_coder": (["", "<tool_call>", "<function=f><parameter=a>", "<function=f><parameter=a>x</parameter>"],
                     ["<tool_call>", "<function=f>", "<function=f><parameter=a>", "<parameter=a>", "</parameter>",
                      "</parameter>\n", "a</parameter>", "</function>", "<function=f><parameter=a></function>"]),
@@ -32,9 +34,9 @@ ATTACKS = {
 ANY = ["[", "}", '"', "\\", " ", "\n", "[[],"]
 
 
-def seconds(name, text, piece):
+def seconds(name, text, piece, reasoning="qwen3"):
     """Return the CPU time of one parse."""
-    reasoning = ReasoningSplitter(REASONING_FORMATS["qwen3"], False)
+    reasoning = REASONING[reasoning].splitter(False)
     one = ChatParser(reasoning, ToolCallParser(TOOL_FORMATS[name](TOOLS)))
     begun = time.thread_time()
     for start in range(0, len(text), piece):
@@ -62,3 +64,9 @@ def test_parsing_takes_linear_time(name):
 @pytest.mark.parametrize("unit", ["\n", "<", "</thin", "<think>"])
 def test_splitting_off_the_reasoning_takes_linear_time(text, unit):
     assert seconds("hermes", text + unit * (16_000 // len(unit)), 1) < MAX_SECONDS
+
+
+@pytest.mark.parametrize("text", ["", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>"])
+@pytest.mark.parametrize("unit", [" ", "<|", "<|end|>", "<|channel|>", "<|start|>assistant", "<|message|>", "to="])
+def test_splitting_harmonys_messages_takes_linear_time(text, unit):
+    assert seconds("harmony", text + unit * (16_000 // len(unit)), 1, "harmony") < MAX_SECONDS

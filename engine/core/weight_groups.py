@@ -1,0 +1,127 @@
+"""The process groups over which trainers send weights to this loop.
+
+A group is joined, and tensors are received, in a thread: steps go on meanwhile. Received tensors lie beside the weights
+until the loop's thread writes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.pending import Pending, in_background
+from engine.distributed.weight_group import PACKED_BYTES, TIMEOUT_SECONDS, WeightGroup, tensor_specs
+from engine.errors import RequestError
+from graph_cache.validation import did_you_mean
+
+
+class WeightGroups:
+    """The groups of one loop, by name. Its methods run on the loop's thread."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._groups: dict[str, WeightGroup] = {}
+        self._packing: dict[str, tuple[bool, int]] = {}  # by name, how tensors are sent unless a call says otherwise
+        self._busy: dict[str, Future[Any]] = {}  # by name, the thread that uses the group or joins it
+
+    def join(
+        self,
+        name: str,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        backend: str | None,
+        timeout: float | None,
+        packed: bool = False,
+        packed_bytes: int = PACKED_BYTES,
+    ) -> Pending:
+        """Join a trainer's group as rank `rank_offset`. Ends when all have joined. A group of that name is left.
+
+        `packed`: whether tensors come packed, in chunks of more than `packed_bytes` bytes.
+
+        The engine joins with one process, also with several ranks, so `world_size` must be `rank_offset` + 1.
+        """
+        if world_size != rank_offset + 1:
+            raise RequestError(
+                f"world_size={world_size} is invalid with rank_offset={rank_offset}: this engine joins with one "
+                f"process, so give {rank_offset + 1}",
+                param="world_size",
+            )
+        self._require_free(name)
+        self.leave(name, missing_ok=True)
+        backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
+
+        def run() -> WeightGroup:
+            return WeightGroup.join(
+                address,
+                port,
+                rank=rank_offset,
+                world_size=world_size,
+                name=name,
+                backend=backend,
+                device=torch.device("cpu") if backend == "gloo" else self._device,
+                timeout=timeout or TIMEOUT_SECONDS,
+            )
+
+        def finish(group: WeightGroup) -> None:
+            self._groups[name], self._packing[name] = group, (packed, packed_bytes)
+
+        return self._start(name, run, finish)
+
+    def receive(
+        self,
+        name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        packed: bool | None,
+        finish: Callable[[list[tuple[str, Tensor]]], Any],
+    ) -> Pending:
+        """Receive tensors, in this order, and call `finish` with them on the loop's thread.
+
+        `packed`: all in one buffer (True), or one by one (False); None: as the group was joined for. If they don't
+        arrive, the group is left, since nothing can follow on it.
+        """
+        specs = tensor_specs(names, dtypes, shapes)
+        group = self._groups.get(name)
+        if group is None:
+            raise RequestError(
+                f"no weight group {name!r} was joined{did_you_mean(name, self._groups)}: join it first",
+                param="group_name",
+            )
+        self._require_free(name)
+        is_packed, nbytes = self._packing[name] if packed is None else (packed, sys.maxsize)
+
+        def run() -> list[tuple[str, Tensor]]:
+            try:
+                return group.receive(specs, packed=is_packed, nbytes=nbytes)
+            except BaseException:
+                self._groups.pop(name, None)
+                group.close()
+                raise
+
+        return self._start(name, run, finish)
+
+    def leave(self, name: str, *, missing_ok: bool = False) -> None:
+        """Leave a group. Raises RequestError if there is none of that name, or if it is in use."""
+        self._require_free(name)
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        elif not missing_ok:
+            raise RequestError(f"no weight group {name!r} was joined", param="group_name")
+
+    def _start(self, name: str, run: Callable[[], Any], finish: Callable[[Any], Any]) -> Pending:
+        self._busy[name] = in_background(run, f"encore-weights-{name}")
+        return Pending(self._busy[name], finish)
+
+    def _require_free(self, name: str) -> None:
+        busy = self._busy.get(name)
+        if busy is not None and not busy.done():
+            raise RequestError(f"the weight group {name!r} is in use by an earlier call: wait for its answer")

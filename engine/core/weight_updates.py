@@ -1,0 +1,139 @@
+"""A trainer's updates of the weights of a running loop: in parts, with versions, and proofs of what is there.
+
+Each command runs on the loop's thread between two steps and returns plain values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.core.loop import EngineLoop
+from engine.core.pending import Pending
+from engine.core.weight_groups import WeightGroups
+from engine.errors import RequestError, WeightUpdateError
+
+logger = logging.getLogger(__name__)
+
+
+class WeightUpdates:
+    """Commands about the weights of one loop; see Operations."""
+
+    def __init__(self, loop: EngineLoop):
+        self._loop = loop
+        self.groups = WeightGroups(loop.executor.capabilities.device)
+        # Parts of the update that was started: paths of files, or received tensors. None: there is none.
+        self._staged: list[str | list[tuple[str, Tensor]]] | None = None
+        self._numbers = itertools.count(1)
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin an update in several parts, which becomes visible in `finish`. Drops an earlier one without an end."""
+        if self._staged:
+            logger.warning("a weight update of %d parts was never finished, and is dropped", len(self._staged))
+        self._staged = []
+
+    def load(self, path: str, version: str | None = None) -> tuple[int, str]:
+        """Update the weights from a safetensors file or a folder; return the number of tensors and the version.
+
+        Within an update that was started, it only becomes a part of that, and the number is 0. Without a version, the
+        new weights get the name `update-N`. Raises WeightUpdateError; the old weights stay in use.
+        """
+        if self._staged is None:
+            version = version or self._next_version()
+            return self._loop.load_weights(path, version), version
+        self._check_version(version)
+        if not Path(path).exists():
+            raise WeightUpdateError(f"{path!r} does not exist: give a file or folder on the server's machine")
+        self._staged.append(path)
+        return 0, self._loop.weight_version
+
+    def receive(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        packed: bool | None = None,
+        version: str | None = None,
+    ) -> Pending:
+        """Update the weights with tensors that a trainer sends over a group; see `load` and WeightGroups.receive.
+
+        Steps go on until all tensors have arrived.
+        """
+        self._check_version(version)
+
+        def write(tensors: list[tuple[str, Tensor]]) -> tuple[int, str]:
+            if self._staged is None:
+                name = version or self._next_version()
+                return self._loop.update_weights(tensors, name), name
+            self._staged.append(tensors)
+            return 0, self._loop.weight_version
+
+        return self.groups.receive(group, names, dtypes, shapes, packed, write)
+
+    def finish(self, version: str | None = None) -> tuple[int, str]:
+        """Write all parts of the update that was started, or none; return the number of tensors and the version.
+
+        The update has ended afterwards, also if it fails. Without parts, only the version changes, if one is given.
+        """
+        if self._staged is None:
+            raise RequestError("no weight update was started: call /start_weight_update first")
+        parts, self._staged = self._staged, None
+        if parts:
+            version = version or self._next_version()
+            return self._write(parts, version), version
+        if version is not None:
+            self._loop.rename_weights(version)
+        return 0, self._loop.weight_version
+
+    def _write(self, parts: Sequence[str | list[tuple[str, Tensor]]], version: str) -> int:
+        paths = [part for part in parts if isinstance(part, str)]
+        received = [part for part in parts if not isinstance(part, str)]
+        if paths and received:
+            raise WeightUpdateError(
+                "the parts of this update came from files and over a group: send all parts of an update one way"
+            )
+        if paths:
+            return self._loop.load_weights(paths, version)
+        return self._loop.update_weights([pair for part in received for pair in part], version)
+
+    def _check_version(self, version: str | None) -> None:
+        if self._staged is not None and version is not None:
+            raise RequestError(
+                "weight_version is set by /finish_weight_update in an update that was started: remove it here",
+                param="weight_version",
+            )
+
+    def randomize(self) -> str:
+        """Overwrite all weights with random values, and return their version. For tests of a weight transfer."""
+        self._loop.executor.call("randomize_weights")
+        version = f"random-{next(self._numbers)}"
+        self._loop.weights_changed(version)
+        return version
+
+    def _next_version(self) -> str:
+        return f"update-{next(self._numbers)}"
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each tensor by Hugging Face name; see Worker.weight_checksums."""
+        self._check_whole("checksums")
+        return self._loop.executor.call("weight_checksums")
+
+    def values(self, name: str, limit: int) -> list:
+        """Return the first `limit` entries of a tensor's first dimension as (nested) lists of floats."""
+        self._check_whole("get_weights_by_name")
+        return self._loop.executor.call("weight_values", name, limit)
+
+    def _check_whole(self, what: str) -> None:
+        """Raise RequestError if the weights are split over several processes."""
+        ranks = 1 + len(self._loop.executor.pids)
+        if ranks > 1:
+            raise RequestError(f"{what}: the weights are split over {ranks} processes, of which none has whole tensors")

@@ -1,0 +1,131 @@
+"""POST /inference/v1/generate: vLLM's route from token ids to token ids, for trainers.
+
+A choice says which weights produced which of its tokens, and has the finish reason "abort" if it was aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from engine.protocol.outputs import CompletionOutput, OutputDelta
+from engine.protocol.request import TokenLogprob
+from server.http.body_route import BodyRoute
+from server.http.keys import check_priority
+from server.http.openapi import REFUSALS, answered_by
+from server.http.streaming import EventStream, JSONAnswer, WriteEvent, event
+from server.routes import openai_answers as answers
+from server.schemas.foreign_fields import TOKENS
+from server.schemas.responses import TokenGenerated
+from server.schemas.token_generate import TokenGenerateBody
+from server.serving.output_budget import size_of
+from server.serving.service import Job, Service
+
+router = APIRouter(tags=["native"], responses=REFUSALS, route_class=BodyRoute)
+
+
+@router.post(TOKENS, responses=answered_by(TokenGenerated, "text/event-stream"))
+async def generate_tokens(body: TokenGenerateBody, request: Request) -> Response:
+    """Generate token ids from token ids, in vLLM's format, with the weight versions of the tokens."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    body.refuse_unsupported()
+    check_priority(request, body.priority)
+    params = body.sampling()
+    request_id = body.request_id or request.state.request_id
+    service.check_capacity(1, "token_ids")
+    wanted_prompt = params.prompt_logprobs  # as the client gave it
+
+    async def submit() -> Job:
+        job = await service.job(request_id, body.token_ids, "token_ids", params, body.priority)
+        request.state.jobs.append(job)  # for the access log
+        request.state.upload.release()
+        return job
+
+    def usage(job: Job) -> dict[str, Any]:
+        return answers.usage([job], service.config.sends_prompt_tokens_details)
+
+    if body.stream:
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            with service.admission(params.n, "n") as reservation:
+                job = await submit()
+                async for deltas in service.run(job, reservation):
+                    size = sum(size_of(delta.logprobs) for delta in deltas)
+                    extra = {"usage": usage(job)} if body.continuous_usage else {}
+                    written = await service.write_events(size, partial(_events, request_id, job, deltas, extra))
+                    if written:
+                        yield written
+                if body.include_usage:
+                    yield event({"request_id": request_id, "choices": [], "usage": usage(job)}).encode()
+
+        return EventStream(events())
+
+    async def answer() -> AsyncGenerator[Any, None]:
+        with service.admission(params.n, "n") as reservation:
+            job = await submit()
+            await service.finish([job], reservation)
+
+            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+                of_prompt = None
+                if wanted_prompt is not None:
+                    of_prompt = answers.prompt_logprobs(service.tokens, job, wanted_prompt)
+                found = {
+                    "request_id": request_id,
+                    "model": body.model or service.model_names()[0],
+                    "choices": [part(_choice(job, choice)) for choice in job.choices],
+                    "prompt_logprobs": of_prompt,
+                    "kv_transfer_params": None,
+                    "usage": usage(job),
+                }
+                return found | {"prompt_token_ids": job.output.prompt_token_ids} if body.return_token_ids else found
+
+            yield await service.write([job], build, reservation)
+
+    return JSONAnswer(answer)
+
+
+def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "token_ids": choice.token_ids,
+        "logprobs": _logprobs(choice.logprobs or ()) if job.params.logprobs is not None else None,
+        "finish_reason": choice.finish_reason,
+        "weight_versions": answers.weight_versions(choice),
+    }
+
+
+def _events(
+    request_id: str, job: Job, deltas: Iterable[OutputDelta], extra: dict[str, Any], write: WriteEvent
+) -> bytes:
+    """Return an event for each delta with new tokens, or that ends its choice, which then has the weight versions."""
+    written = []
+    for delta in deltas:
+        if not delta.token_ids and delta.finish_reason is None:
+            continue
+        choice = {
+            "index": delta.index,
+            "token_ids": delta.token_ids,
+            "logprobs": _logprobs(delta.logprobs or ()) if job.params.logprobs is not None else None,
+            "finish_reason": delta.finish_reason,
+            "weight_versions": answers.weight_versions(job.choices[delta.index]) if delta.finish_reason else None,
+        }
+        written.append(write({"request_id": request_id, "choices": [choice], **extra}))
+    return "".join(written).encode()
+
+
+def _logprobs(found: Iterable[TokenLogprob]) -> dict[str, Any]:
+    content = []
+    for one in found:
+        others = {one.token_id: one.logprob} | one.named if one.named else one.top or {one.token_id: one.logprob}
+        top = [_score(token_id, value) for token_id, value in others.items()]
+        content.append({**_score(one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content}
+
+
+def _score(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": answers.finite(logprob), "bytes": None}

@@ -1,0 +1,112 @@
+"""Request body of POST /inference/v1/generate, vLLM's route from token ids to token ids.
+
+Sampling parameters are those of vLLM's SamplingParams. Unlike on the other routes, the model's defaults do not apply to
+parameters that are left out, as in vLLM: a trainer's log-probabilities would silently be those of another distribution.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from engine.errors import RequestError
+from engine.protocol.request import SamplingParams
+from graph_cache.validation import did_you_mean
+from server.schemas.constraints import FIELD_SCHEMAS, constraint
+from server.schemas.descriptions import describe_fields
+from server.schemas.foreign_fields import FOREIGN_FIELDS, TOKEN_SAMPLING, TOKENS, json_schemas, refuse_foreign
+from server.schemas.requests import (
+    MAX_ID_CHARS,
+    OpenAISampling,
+    Priority,
+    Salt,
+    StreamOptions,
+    Text,
+    Wire,
+    salt_of,
+)
+
+# vLLM's sampling parameters that are served, by the names that SamplingParams has too.
+SERVED_SAMPLING = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "logit_bias",
+    "allowed_token_ids", "bad_words",
+)  # fmt: skip
+
+
+def _sampling_schema() -> dict[str, Any]:
+    """Return the schema of the parameters: those of the OpenAI routes, and vLLM's others that change nothing."""
+    fields = OpenAISampling.model_json_schema()["properties"]
+    known: dict[str, Any] = {name: dict(fields[name]) for name in SERVED_SAMPLING if name in fields}
+    known["logprobs"] = dict(known["prompt_logprobs"])
+    known["structured_outputs"] = dict(FIELD_SCHEMAS["structured_outputs"])
+    known |= json_schemas(TOKEN_SAMPLING)
+    describe_fields(known, "TokenSampling")
+    return {"type": "object", "properties": known, "additionalProperties": False}
+
+
+def _sampling(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value
+    raise ValueError("Input should be an object of sampling parameters")
+
+
+def _token_ids(value: Any) -> Any:
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        return value
+    raise ValueError("must be a list of token ids")
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+class TokenGenerateBody(Wire):
+    """Body of POST /inference/v1/generate."""
+
+    place = TOKENS
+
+    model: Text | None = None
+    token_ids: Annotated[Any, BeforeValidator(_token_ids), WithJsonSchema(_IDS)]
+    sampling_params: Annotated[Any, BeforeValidator(_sampling), WithJsonSchema(_sampling_schema())] = Field(
+        default_factory=dict
+    )
+    request_id: Annotated[Text, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt = None
+    priority: Priority = 0
+    return_token_ids: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Raise RequestError for unknown and unsupported fields, in the sampling parameters too."""
+        super().refuse_unsupported()
+        refuse_foreign(TOKEN_SAMPLING, self.sampling_params, "sampling_params.")
+        for name in FOREIGN_FIELDS[TOKEN_SAMPLING]:
+            self.sampling_params.pop(name, None)
+        for name, value in self.sampling_params.items():
+            if name not in SERVED_SAMPLING and value is not None:
+                hint = did_you_mean(name, SERVED_SAMPLING) or "; remove it"
+                raise RequestError(f"sampling_params.{name[:64]} is not a known field{hint}", param=name[:64])
+        if self.stream_options is not None:
+            self.stream_options.refuse_unsupported()
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters. Without max_tokens, the context length limits the output."""
+        given = {name: value for name, value in self.sampling_params.items() if value is not None}
+        if self.stream and given.get("prompt_logprobs") is not None:
+            raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+        values = {"max_tokens": None, **given, "cache_salt": salt_of(self.cache_salt, None)}
+        structured = constraint({"structured_outputs": given.get("structured_outputs")})
+        return SamplingParams.from_dict(values | {"structured_outputs": structured})
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
