@@ -12,6 +12,7 @@ import torch
 from engine import Engine
 from engine.errors import WeightUpdateError
 from engine.loader.weights import load_hf_folder
+from engine.models.registry import config_from_folder, find_entry
 from tests.engine.lively import PROMPTS, Reference
 from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.families import WITH_EXPERTS, load_reference, tiny_folder
@@ -34,6 +35,10 @@ def folder(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
 @pytest.fixture(params=DEVICES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines with settings; each is checked for leaks and closed after the test."""
+    config = config_from_folder(folder)
+    defect = find_entry({"architectures": [config.architecture]}, str(folder)).gpu_defect
+    if request.param == "cuda" and defect:
+        pytest.skip(defect)
     with engines(model=str(folder), device=request.param, page_size=8) as make:
         yield make
 
@@ -57,7 +62,7 @@ def test_updated_experts_serve_without_a_new_capture(make, folder, stacked):
         update = [
             (name, tensor * -0.5)
             for name, tensor in weights
-            if name.startswith(layer) and any(part in name for part in routed)
+            if name.startswith(layer) and any(part in name for part in routed) and "shared" not in name
         ]
     before = greedy_tokens(engine, PROMPTS, COUNT)
     engine.update_weights(update, version="other")
