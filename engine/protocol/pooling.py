@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import RequestError
+from engine.errors import PromptTooLong, RequestError
 
 POOLING_MODES = ("last", "mean", "classify")
 """How the hidden states [T, h] of a prompt, after the last norm, become one vector.
@@ -58,6 +58,17 @@ class PoolingConfig:
                 f"prompt_name={chosen!r} is not a prompt of this model; it has {known}", param="prompt_name"
             )
         return self.prompts[chosen]
+
+    def longest(self, max_model_len: int) -> int:
+        """Return the longest input in tokens."""
+        return max_model_len if self.max_length is None else min(self.max_length, max_model_len)
+
+    def check_length(self, tokens: int, max_model_len: int, param: str) -> None:
+        """Raise PromptTooLong for an input with more tokens than the model embeds."""
+        if tokens > (longest := self.longest(max_model_len)):
+            raise PromptTooLong(
+                f"{param} has {tokens} tokens, and at most {longest} are embedded: shorten it", param=param
+            )
 
     def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
         """Raise RequestError for a number of dimensions that the model's vectors can't be cut to."""
