@@ -15,8 +15,8 @@ from tests.support.embedding_models import (
     HeadReference,
     TokenReference,
     change_config,
+    write_folder,
     write_modules,
-    write_qwen3,
 )
 from tests.support.engines import engines
 
@@ -37,7 +37,7 @@ def assert_vectors(found, expected):
 
 def test_a_sentence_transformers_folder_without_head_or_prefix(tiny_model, tmp_path, make):
     """The layout of Qwen3-Embedding: named Qwen3ForCausalLM, saved as Qwen3Model."""
-    write_qwen3(tiny_model, tmp_path)
+    write_folder(tiny_model, tmp_path)
     change_config(tmp_path, architectures=["Qwen3ForCausalLM"])
     write_modules(tmp_path, "Transformer", "Pooling", "Normalize")
     reference, engine = EmbeddingReference(tmp_path), make(max_num_batched_tokens=32)
@@ -65,7 +65,7 @@ def test_a_sentence_transformers_folder_without_head_or_prefix(tiny_model, tmp_p
     ids=["flags", "name"],
 )
 def test_mean_pooling_without_normalisation_and_a_default_prompt(tiny_model, tmp_path, make, pooling):
-    write_qwen3(tiny_model, tmp_path)
+    write_folder(tiny_model, tmp_path)
     write_modules(tmp_path, "Transformer", "Pooling", pooling=pooling)
     prompts = {"prompts": {"query": QUERY}, "default_prompt_name": "query"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
@@ -87,9 +87,17 @@ def test_a_chat_model_embeds_with_the_last_token_and_still_generates(make_engine
     assert engine.generate(prompt_token_ids=ids, sampling_params=params)[0].token_ids == reference.greedy(ids, 8)
 
 
+@pytest.mark.parametrize("kind", ["LlamaModel", "Qwen2Model", "MistralForSequenceClassification", "Qwen3MoeModel"])
+def test_every_family_is_served_without_its_head(tiny_model, tmp_path, make, kind):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "Moe" in kind else {}
+    write_folder(tiny_model, tmp_path, kind, num_labels=3, **sizes)
+    reference = EmbeddingReference(tmp_path)
+    assert_vectors(make().embed(TEXTS), [reference.vector(text) for text in TEXTS])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_classification_head_scores_pairs(tiny_model, tmp_path, make, ranks):
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+    write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
     reference, engine = HeadReference(tmp_path), make(max_num_batched_tokens=32, tensor_parallel_size=ranks)
     logits = [float(reference.logits(*pair)[0]) for pair in PAIRS]
     np.testing.assert_allclose(engine.score("red fox", TEXTS, use_activation=False), logits, atol=1e-4)
@@ -102,7 +110,7 @@ def test_a_classification_head_scores_pairs(tiny_model, tmp_path, make, ranks):
 def test_a_head_follows_weight_updates(tiny_model, tmp_path, make):
     import torch
 
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+    write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
     engine = make()
     before = engine.score("red", "fox", use_activation=False)[0]
     head = HeadReference(tmp_path).model.score.weight.detach()
@@ -112,7 +120,7 @@ def test_a_head_follows_weight_updates(tiny_model, tmp_path, make):
 
 
 def test_an_activation_of_the_folder_is_used(tiny_model, tmp_path, make):
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+    write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
     change_config(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})
     reference = HeadReference(tmp_path)
     expected = [float(reference.logits(*pair)[0]) for pair in PAIRS]
@@ -120,7 +128,7 @@ def test_an_activation_of_the_folder_is_used(tiny_model, tmp_path, make):
 
 
 def test_two_tokens_score_pairs_with_the_template_of_qwen3_reranker(tiny_model, tmp_path, make):
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForCausalLM")
+    write_folder(tiny_model, tmp_path, "Qwen3ForCausalLM")
     engine = make(score_tokens=("n", "y"), num_speculative_tokens=2, max_model_len=512)
     reference = TokenReference(tmp_path, *engine.tokenizer.encode("ny", add_special_tokens=False))
 
@@ -143,7 +151,7 @@ def test_two_tokens_score_pairs_with_the_template_of_qwen3_reranker(tiny_model, 
 
 
 def test_a_sentence_transformers_reranker_gives_tokens_and_template(tiny_model, tmp_path, make):
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForCausalLM")
+    write_folder(tiny_model, tmp_path, "Qwen3ForCausalLM")
     write_modules(tmp_path, "Transformer", "LogitScore")
     values = {"true_token_id": 77, "false_token_id": 88}
     (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps(values))
@@ -179,14 +187,14 @@ def test_a_sentence_transformers_reranker_gives_tokens_and_template(tiny_model, 
     ids=["dense", "max", "without prompt", "json", "path", "bidirectional", "one token", "tanh"],
 )
 def test_what_a_folder_asks_for_and_the_engine_can_not_compute_is_refused(tiny_model, tmp_path, make, write, said):
-    write_qwen3(tiny_model, tmp_path)
+    write_folder(tiny_model, tmp_path)
     write(tmp_path)
     with pytest.raises(ModelError, match=said.replace("[", r"\[")):
         make()
 
 
 def test_arguments_are_checked_before_anything_runs(tiny_model, tmp_path, make, make_engine):
-    write_qwen3(tiny_model, tmp_path)
+    write_folder(tiny_model, tmp_path)
     change_config(tmp_path, matryoshka_dimensions=[16, 32])
     engine = make()
     for arguments, param in (
@@ -211,7 +219,7 @@ def test_arguments_are_checked_before_anything_runs(tiny_model, tmp_path, make, 
 
 
 def test_several_labels_have_no_score(tiny_model, tmp_path, make):
-    write_qwen3(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=3)
+    write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=3)
     with pytest.raises(RequestError, match="has 3 labels, and a score needs one"):
         make().score("red", "fox")
 

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 folders for embeddings and reranking, in the layouts of published models, and their references."""
+"""Tiny random folders for embeddings and reranking, in the layouts of published models, and their references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RERANKER_TEMPLATE = (
 )
 
 
-def write_qwen3(tiny: Path, folder: Path, kind: str = "Qwen3Model", seed: int = 0, **config: Any) -> Path:
+def write_folder(tiny: Path, folder: Path, kind: str = "Qwen3Model", seed: int = 0, **config: Any) -> Path:
     """Save a random model of a transformers class, and the tiny model's tokenizer, which ends texts with <|im_end|>."""
     import transformers
 
@@ -43,10 +43,11 @@ def write_qwen3(tiny: Path, folder: Path, kind: str = "Qwen3Model", seed: int = 
         "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [end["id"]], "tokens": ["<|im_end|>"]}},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    values = transformers.Qwen3Config(**SIZES | config)
+    architecture = getattr(transformers, kind)
+    values = architecture.config_class(**SIZES | config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        getattr(transformers, kind)(values).to(torch.float32).save_pretrained(folder)
+        architecture(values).to(torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -67,6 +67,29 @@ def test_chunks_and_cached_prefixes_leave_no_token_out(make_engine, reference, m
     assert (output.cached_tokens > 0) == (mode == "last")  # a mean needs every token
 
 
+def test_equal_prompts_at_once_give_the_same_vector(make_engine, reference):
+    """The later ones wait for the pages of the first."""
+    engine = make_engine(max_num_batched_tokens=24)
+    params = [pooled("last"), pooled("mean"), greedy(5)] * 3
+    outputs = engine.generate(prompt_token_ids=[LONG[0]] * 9, sampling_params=params)
+    for output, one in zip(outputs, params, strict=True):
+        if one.pooling is None:
+            assert output.token_ids == reference.greedy(LONG[0], 5)
+        else:
+            assert_vector(output.hidden_states, reference, LONG[0], one.pooling)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["sync", "async"])
+def test_vectors_beside_constrained_decodes(make_engine, reference, behind):
+    engine = make_engine(max_num_batched_tokens=24, async_scheduling=behind)
+    constrained = SamplingParams(max_tokens=30, temperature=1.0, structured_outputs={"regex": "[a-z ]{12,25}[.]"})
+    prompts, params = [PROMPTS[0], *LONG], [constrained, *(pooled(MODES[number % 2]) for number in range(len(LONG)))]
+    first, *others = engine.generate(prompt_token_ids=prompts, sampling_params=params)
+    assert first.text.endswith(".")
+    for output, prompt, one in zip(others, LONG, params[1:], strict=True):
+        assert_vector(output.hidden_states, reference, prompt, one.pooling)
+
+
 def test_vectors_beside_drafts_equal_transformers(make_engine, reference):
     engine = make_engine(num_speculative_tokens=3)
     prompts = [[5, 9, 200, 5, 9, 200, 5, 9], LONG[1], LONG[4]]

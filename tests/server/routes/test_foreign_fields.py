@@ -209,7 +209,8 @@ def text_of(answer):
     if "output" in answer:
         return [item["content"] for item in answer["output"]]
     if "data" in answer or "results" in answer:
-        return answer.get("data") or answer["results"]
+        found = json.dumps(answer.get("data") or answer["results"])  # batches round differently
+        return json.loads(found, parse_float=lambda digits: round(float(digits), 4))
     names = ("tokens", "content", "input_tokens", "text", "message", "response")
     return next(answer[name] for name in names if name in answer)
 

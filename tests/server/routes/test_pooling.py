@@ -18,8 +18,8 @@ from tests.support.embedding_models import (
     EmbeddingReference,
     HeadReference,
     TokenReference,
+    write_folder,
     write_modules,
-    write_qwen3,
 )
 
 TEXTS = ["the quick brown fox", "red", "a lazy dog sleeps beside the river", "blue bird sings " * 9]
@@ -27,7 +27,7 @@ TEXTS = ["the quick brown fox", "red", "a lazy dog sleeps beside the river", "bl
 
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory):
-    folder = write_qwen3(tiny_model, tmp_path_factory.mktemp("embedding"))
+    folder = write_folder(tiny_model, tmp_path_factory.mktemp("embedding"))
     write_modules(folder, "Transformer", "Pooling", "Normalize")
     return folder
 
@@ -46,7 +46,7 @@ def embedder(folder):
 
 @pytest.fixture(scope="module")
 def classifier(tiny_model, tmp_path_factory):
-    folder = write_qwen3(
+    folder = write_folder(
         tiny_model, tmp_path_factory.mktemp("classifier"), "Qwen3ForSequenceClassification", num_labels=1
     )
     with running(tiny_config(folder)) as handle:
@@ -209,7 +209,7 @@ def test_a_classification_head_scores_and_classifies(classifier):
 
 
 def test_two_tokens_score_and_a_cut_leaves_the_template_whole(tiny_model, tmp_path):
-    folder = write_qwen3(tiny_model, tmp_path / "reranker", "Qwen3ForCausalLM")
+    folder = write_folder(tiny_model, tmp_path / "reranker", "Qwen3ForCausalLM")
     (tmp_path / "template.jinja").write_text(
         "<Q>{{ query }}<D>{{ document }}{% if instruction %} {{ instruction }}{% endif %}</D>\n"
     )
