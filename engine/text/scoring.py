@@ -109,11 +109,10 @@ class Scoring:
         for _ in range(MAX_TRUNCATIONS):
             if len(ids) <= limit:
                 return ids
-            part = self._tokenizer.encode(document, add_special_tokens=False)
-            kept = len(part) - (len(ids) - limit)
+            kept = len(self._tokenizer.encode(document, add_special_tokens=False)) - (len(ids) - limit)
             if kept < 1:
                 break
-            document = self._tokenizer.decode(part[:kept], skip_special_tokens=False).rstrip("\ufffd")
+            document = self._tokenizer.cut(document, kept)
             ids = self._pair(query, document, instruction)
         if len(ids) <= limit:
             return ids

@@ -138,6 +138,13 @@ class Tokenizer:
         # Unlike `encode`, it releases the GIL: a long text would stall every other thread for a second.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def cut(self, text: str, count: int) -> str:
+        """Return the beginning of a text that its first `count` tokens cover, without part of a character."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if len(encoding.ids) <= count:
+            return text
+        return text[: min(encoding.offsets[count - 1][1], encoding.offsets[count][0])]
+
     @functools.cached_property
     def num_special_tokens(self) -> tuple[int, int]:
         """How many tokens `encode` adds before and after a text."""

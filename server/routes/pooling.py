@@ -24,7 +24,15 @@ from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import JSONAnswer
 from server.routes import openai_answers as answers
 from server.schemas import responses as wire
-from server.schemas.pooling import EmbeddingBody, InputFields, PoolingBody, PoolingFields, RerankBody, ScoreBody
+from server.schemas.pooling import (
+    EmbeddingBody,
+    InputFields,
+    PoolingBody,
+    PoolingFields,
+    RerankBody,
+    ScoreBody,
+    ScoredFields,
+)
 from server.schemas.requests import naming
 from server.schemas.truncation import Truncation
 from server.serving.service import Job, Reservation, Service
@@ -224,7 +232,7 @@ def _usage(service: Service, jobs: list[Job]) -> dict[str, Any]:
 def _scores(
     service: Service,
     request: Request,
-    body: ScoreBody | RerankBody,
+    body: ScoredFields,
     names: tuple[str, str],
     queries: Sequence[str],
     documents: Sequence[str],
@@ -247,9 +255,10 @@ def _scores(
         longest = info.pooling.longest(info.max_model_len - (scoring.params.max_tokens or 0))
         limit = None if truncation is None else longest if truncation.limit == -1 else truncation.limit
         params, jobs = dataclasses.replace(scoring.params, cache_salt=body.cache_salt or ""), []
+        first, second = await _cut_texts(service, body, names, queries, documents)
         for query, document in pairs:
             param = _place(names[1], document, documents)
-            texts = queries[query], documents[document]
+            texts = first[query], second[document]
             ids = await service.tokens.pair(scoring, *texts, body.instruction, limit, param)
             info.pooling.check_length(len(ids), longest, param)
             jobs.append(await service.job(public_id, ids, param, params, body.priority))
@@ -262,7 +271,8 @@ def _scores(
         params = SamplingParams(
             max_tokens=0, temperature=0.0, pooling=config.mode, cache_salt=body.cache_salt or ""
         )  # fmt: skip
-        for name, texts in zip(names, (queries, documents), strict=True):
+        cut = await _cut_texts(service, body, names, queries, documents)
+        for name, texts in zip(names, cut, strict=True):
             for index, text in enumerate(texts):
                 param = _place(name, index, texts)
                 ids = await _input_ids(service, before + text, param, True, truncation)
@@ -277,6 +287,19 @@ def _scores(
             yield await service.write(jobs, lambda _: build(scores(), _usage(service, jobs)), reservation)
 
     return load_reported(request, JSONAnswer(answer), service.load)
+
+
+async def _cut_texts(
+    service: Service, body: ScoredFields, names: tuple[str, str], queries: Sequence[str], documents: Sequence[str]
+) -> list[Sequence[str]]:
+    """Return queries and documents, cut to as many tokens as the body allows for one."""
+    found = []
+    limits = body.max_tokens_per_query, body.max_tokens_per_doc
+    for name, texts, limit in zip(names, (queries, documents), limits, strict=True):
+        places = [_place(name, index, texts) for index in range(len(texts))]
+        both = zip(texts, places, strict=True)
+        found.append([await service.tokens.cut(text, limit, place) for text, place in both] if limit else texts)
+    return found
 
 
 def _place(name: str, index: int, texts: Sequence[str]) -> str:

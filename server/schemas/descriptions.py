@@ -208,7 +208,11 @@ _INPUTS = _POOLED | {
     "prompt_name": "which of the folder's prompts to write before texts",
     "truncation_side": "side of an input that is cut off; default: right",
 }
-_SCORED = _POOLED | {"instruction": "what a match is, for models whose template reads it"}
+_SCORED = _POOLED | {
+    "max_tokens_per_query": "cut each query to this many tokens; 0: as it is",
+    "max_tokens_per_doc": "cut each document to this many tokens; 0: as it is",
+    "instruction": "what a match is, for models whose template reads it",
+}
 OF_BODY["EmbeddingBody"] = _INPUTS
 OF_BODY["PoolingBody"] = _INPUTS | {
     "task": "embed, token_embed or classify; default: classify for a model with such a head"

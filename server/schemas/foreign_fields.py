@@ -239,6 +239,7 @@ TABLE: tuple[Refused | Ignored, ...] = (
     # Embeddings, scores and reranking.
     Refused("pooling", (SAMPLING,), "the answer", instead="use /v1/embeddings or /pooling"),
     Refused("messages", _INPUTS, "the input", instead="send the text of the conversation as input"),
+    Refused("add_generation_prompt continue_final_message", _INPUTS, "the input", (False,)),
     Refused("mm_processor_kwargs media_io_kwargs", _POOLED, "other media", ({},)),
     Refused("images", _INPUTS, "other media", ([],)),
     Refused("padding", _POOLED, "the input", ("do_not_pad",)),
@@ -253,11 +254,12 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("softmax activation", _POOLED, "the form of the answer", instead="use use_activation"),
     Refused("truncate", _POOLED, "an input that the context can't hold", instead="use truncate_prompt_tokens"),
     Refused("truncation_side", (SCORE, RERANK), "the part of a document that is cut off: its end", ("right",)),
-    Refused("max_tokens_per_doc max_chunks_per_doc max_chunk_per_doc overlap_tokens", (RERANK,), "the documents",
-            instead="use truncate_prompt_tokens"),
+    Refused("max_chunks_per_doc max_chunk_per_doc overlap_tokens", (RERANK,), "the documents",
+            instead="use max_tokens_per_doc"),
     Refused("rank_fields", (RERANK,), "the documents", (["text"],)),
     Refused("chat_template", (*_INPUTS, SCORE, RERANK), "the input", instead="start the server with --score-template"),
-    Refused("chat_template_kwargs", _POOLED, "the input", ({},), instead="use instruction, for scores"),
+    Refused("chat_template_kwargs", _INPUTS, "the input", ({},)),
+    Refused("chat_template_kwargs", (SCORE, RERANK), "the input", ({},), instead="use instruction"),
     Ignored("user request_id", _POOLED, "names the end user or the request"),
     # Anthropic's API.
     Refused("container", (MESSAGES,), "tools of Anthropic's servers"),

@@ -109,7 +109,15 @@ class PoolingBody(InputFields):
     task: Literal["embed", "token_embed", "classify"] | None = None
 
 
-class ScoreBody(PoolingFields):
+class ScoredFields(PoolingFields):
+    """Fields of the bodies with queries and documents."""
+
+    max_tokens_per_query: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_tokens_per_doc: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    instruction: Text | None = None
+
+
+class ScoreBody(ScoredFields):
     """Body of POST /v1/score: queries and documents, under one of four pairs of names."""
 
     place = SCORE
@@ -121,7 +129,6 @@ class ScoreBody(PoolingFields):
     items: Texts = None
     data_1: Texts = None
     data_2: Texts = None
-    instruction: Text | None = None
 
     def sides(self) -> tuple[tuple[str, str], list[str], list[str]]:
         """Return the names of the two sides and their texts. Raises RequestError unless there is one pair of names."""
@@ -141,7 +148,7 @@ class ScoreBody(PoolingFields):
         )
 
 
-class RerankBody(PoolingFields):
+class RerankBody(ScoredFields):
     """Body of POST /v1/rerank."""
 
     place = RERANK
@@ -150,4 +157,3 @@ class RerankBody(PoolingFields):
     documents: Documents
     top_n: int | None = Field(default=None, json_schema_extra={"minimum": 0})
     return_documents: bool = True
-    instruction: Text | None = None

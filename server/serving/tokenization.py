@@ -133,6 +133,13 @@ class Tokenization:
         work = partial(scoring.pair_ids, query, document, instruction, limit, param)
         return work() if chars <= INLINE_CHARS else await self._threads.run(work, lane_of(chars))
 
+    async def cut(self, text: str, count: int, param: str) -> str:
+        """Return the beginning of a text that its first `count` tokens cover. Raises RequestError, PromptTooLong."""
+        tokenizer = self._require_tokenizer(param)
+        self._refuse_oversized(len(text), param)
+        work = partial(tokenizer.cut, text, count)
+        return work() if len(text) <= INLINE_CHARS else await self._threads.run(work, lane_of(len(text)))
+
     @property
     def num_special_tokens(self) -> tuple[int, int]:
         """How many tokens the tokenizer adds before and after a text."""

@@ -203,6 +203,11 @@ def test_a_classification_head_scores_and_classifies(classifier):
     found = {one["index"]: one["relevance_score"] for one in plain["results"]}
     logits = [float(reference.logits("red", text)[0]) for text in TEXTS]
     np.testing.assert_allclose([found[index] for index in range(4)], logits, atol=1e-4)
+    tokens = reference.tokenizer(TEXTS[3], add_special_tokens=False)["input_ids"]
+    cut = {"text_1": TEXTS[3], "text_2": TEXTS[3], "max_tokens_per_query": 3, "max_tokens_per_doc": 5}
+    texts = [reference.tokenizer.decode(tokens[:count]) for count in (3, 5)]
+    answer = server.answer("/v1/score", cut | {"use_activation": False})
+    assert answer["data"][0]["score"] == pytest.approx(float(reference.logits(*texts)[0]), abs=1e-4)
     answer = server.answer("/pooling", {"input": TEXTS, "use_activation": False})
     assert_close(vectors(answer, "data"), [reference.logits(text).numpy() for text in TEXTS])
     assert server.http.get("/health_generate").status_code == 200
@@ -268,7 +273,7 @@ def test_two_tokens_score_and_a_cut_leaves_the_template_whole(tiny_model, tmp_pa
         ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
         ("/v1/rerank", {"query": "a", "documents": ["b", {"image": "x"}]}, "documents", "list of texts"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 1"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, "max_tokens_per_doc", "truncate"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 5}, "max_chunks_per_doc", "max_tokens"),
         ("/v1/completions", {"prompt": "red"}, "model", "no LM head"),
         ("/generate", {"text": "red", "sampling_params": {"pooling": "last"}}, "pooling", "use /v1/embeddings"),
     ],
