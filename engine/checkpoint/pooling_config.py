@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.json_files import read_json_object
 from engine.checkpoint.regular_files import read_limited_text
 from engine.checkpoint.source import ModelSource
@@ -27,6 +28,11 @@ MODES = {
 }  # fmt: skip
 ACTIVATION_KEYS = ("sbert_ce_default_activation_function", "activation_fn")
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "identity"}
+PROBLEM_TYPES = {
+    "regression": "identity", "multi_label_classification": "sigmoid", "single_label_classification": "auto",
+}  # fmt: skip
+GGUF_POOLING = {0: "last", 1: "mean", 3: "last"}
+"""Values of `pooling_type` in a GGUF file: none, mean, and last; 2 and 4 are the first token and a rank."""
 
 QWEN3_RERANKER_TEMPLATE = (
     "<|im_start|>system\n"
@@ -53,6 +59,8 @@ def read_pooling_config(config: EngineConfig, source: ModelSource) -> PoolingCon
             found |= _from_model_config(read_json_object(folder / "config.json"), str(folder / "config.json"))
         if (folder / MODULES).exists():
             found |= _from_modules(folder)
+    else:
+        found |= _from_gguf(source.path)
     if config.score_tokens:
         found["score_tokens"] = config.score_tokens
     if config.score_template is not None:
@@ -67,8 +75,22 @@ def is_embedding_folder(folder: Path) -> bool:
     return (folder / MODULES).exists() and any(_kind(module) == "Pooling" for module in _modules(folder))
 
 
+def _from_gguf(path: str) -> dict[str, Any]:
+    metadata = open_gguf(path).metadata
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    if (kind := metadata.get(key)) is None:
+        return {}
+    if kind not in GGUF_POOLING:
+        raise ModelError(f"{path}: {key} is {kind!r}; 1 (mean) and 3 (last token) are supported: use another model")
+    return {"mode": GGUF_POOLING[kind]}
+
+
 def _from_model_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    if (problem := values.get("problem_type")) is not None:
+        if problem not in PROBLEM_TYPES:
+            raise ModelError(f"{where}: problem_type is {problem!r}; {', '.join(PROBLEM_TYPES)} are supported")
+        found["activation"] = PROBLEM_TYPES[problem]
     nested = values.get("sentence_transformers")
     for settings in (values, nested if isinstance(nested, Mapping) else {}):
         for key in ACTIVATION_KEYS:

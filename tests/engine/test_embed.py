@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError, EngineError, ModelError, PromptTooLong, RequestError
+from tests.engine.checkpoint.gguf_samples import write_gguf
 from tests.support.embedding_models import (
     QUERY,
     RERANKER_TEMPLATE,
@@ -119,9 +120,14 @@ def test_a_head_follows_weight_updates(tiny_model, tmp_path, make):
     assert torch.isfinite(head).all()
 
 
-def test_an_activation_of_the_folder_is_used(tiny_model, tmp_path, make):
+@pytest.mark.parametrize(
+    "config",
+    [{"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, {"problem_type": "regression"}],
+    ids=["activation_fn", "problem_type"],
+)
+def test_an_activation_of_the_folder_is_used(tiny_model, tmp_path, make, config):
     write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
-    change_config(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})
+    change_config(tmp_path, **config)
     reference = HeadReference(tmp_path)
     expected = [float(reference.logits(*pair)[0]) for pair in PAIRS]
     np.testing.assert_allclose(make().score("red fox", TEXTS), expected, atol=1e-4)
@@ -182,9 +188,10 @@ def test_a_sentence_transformers_reranker_gives_tokens_and_template(tiny_model, 
         ),
         (lambda folder: change_config(folder, is_causal=False), "is_causal=False"),
         (lambda folder: change_config(folder, classifier_from_token=["yes"]), "classifier_from_token must be two"),
+        (lambda folder: change_config(folder, problem_type="ranking"), "problem_type is 'ranking'"),
         (lambda folder: change_config(folder, activation_fn="torch.nn.Tanh"), "'activation_fn' is 'torch.nn.Tanh'"),
     ],
-    ids=["dense", "max", "without prompt", "json", "path", "bidirectional", "one token", "tanh"],
+    ids=["dense", "max", "without prompt", "json", "path", "bidirectional", "one token", "problem", "tanh"],
 )
 def test_what_a_folder_asks_for_and_the_engine_can_not_compute_is_refused(tiny_model, tmp_path, make, write, said):
     write_folder(tiny_model, tmp_path)
@@ -216,6 +223,26 @@ def test_arguments_are_checked_before_anything_runs(tiny_model, tmp_path, make, 
         make(score_tokens=("y", "n")).score("a", "b")
     with pytest.raises(ConfigError, match="'the quick brown' is not one token"):
         make_engine(score_tokens=("the quick brown", "no")).score("a", "b")
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (3, "last"), (None, "last")])
+def test_a_gguf_file_says_how_it_is_pooled(tmp_path, kind, mode):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, metadata={} if kind is None else {"pooling_type": kind})
+    ids = [5, 9, 20]
+    settings = {"cpu_weight_format": "fp32", "enable_return_hidden_states": True}
+    with engines(model=str(path), **settings) as make:
+        engine = make(dtype="auto", max_model_len=64)
+        wanted = {"max_tokens": 0, "return_hidden_states": True}
+        (whole,) = engine.generate(prompt_token_ids=ids, sampling_params=wanted)
+        expected = whole.hidden_states.mean(0) if mode == "mean" else whole.hidden_states[-1]
+        assert_vectors(engine.embed(prompt_token_ids=ids, normalize=False), [expected])
+
+
+def test_a_gguf_file_with_another_pooling_is_refused(tmp_path):
+    write_gguf(tmp_path / "m.gguf", metadata={"pooling_type": 2})
+    with engines(model=str(tmp_path / "m.gguf")) as make, pytest.raises(ModelError, match="llama.pooling_type is 2"):
+        make()
 
 
 def test_several_labels_have_no_score(tiny_model, tmp_path, make):

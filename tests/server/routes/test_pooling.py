@@ -148,24 +148,22 @@ def test_64_clients_get_their_own_vectors(embedder, reference):
     prompts = [[chance.randrange(3, 300) for _ in range(chance.randrange(1, 90))] for _ in range(64)]
 
     def embed(ids):
-        with httpx.Client(base_url=embedder.url, timeout=60) as http:
-            return vectors(http.post("/v1/embeddings", json={"input": [ids, ids[:1]]}).json())
+        return vectors(http.post("/v1/embeddings", json={"input": [ids, ids[:1]]}).json())
 
-    with ThreadPoolExecutor(64) as pool:
+    with httpx.Client(base_url=embedder.url, timeout=60) as http, ThreadPoolExecutor(64) as pool:
         for ids, found in zip(prompts, pool.map(embed, prompts), strict=True):
             assert_close(found, [reference.vector(ids), reference.vector(ids[:1])])
 
 
 def test_clients_that_disconnect_leave_nothing(embedder):
     def leave(number):
-        with httpx.Client(base_url=embedder.url, timeout=0.002 * (1 + number % 20)) as http:
-            try:
-                http.post("/v1/embeddings", json={"input": [[number + 1] * 250] * 8})
-            except httpx.TimeoutException:
-                return 1
+        try:
+            http.post("/v1/embeddings", json={"input": [[number + 1] * 250] * 8}, timeout=0.002 * (1 + number % 20))
+        except httpx.TimeoutException:
+            return 1
         return 0
 
-    with ThreadPoolExecutor(16) as pool:
+    with httpx.Client(base_url=embedder.url) as http, ThreadPoolExecutor(16) as pool:
         assert sum(pool.map(leave, range(48))) > 0
     embedder.wait_idle()
     embedder.wait(lambda: embedder.service.client.stats().kv_cache_usage == 0, "free pages")
