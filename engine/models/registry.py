@@ -140,7 +140,7 @@ def _match(entries: Sequence[Entry], names: Sequence[str], model_type: Any) -> E
         if entry.family.architecture in names or (not names and model_type == entry.family.model_type):
             return entry
     for entry in entries:
-        if any(f"{_stem(entry)}{end}" in names for end in HEADLESS):
+        if any(not _headless(entry, end).isdisjoint(names) for end in HEADLESS):
             return entry
     return None
 
@@ -157,19 +157,21 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> M
         return config
     # Tied, the head takes no memory; its logits are never used.
     labels = _num_labels(values, where) if variant == CLASSIFIER else 0
-    return replace(config, has_lm_head=False, tie_word_embeddings=True, num_labels=labels)
+    return replace(config, has_lm_head=False, tie_word_embeddings=True, head_bias=False, num_labels=labels)
 
 
 def _variant(values: Mapping[str, Any], entry: Entry) -> str | None:
     """Return the end of an architecture's name that stands for a decoder without LM head; None for one with it."""
-    stem, named = _stem(entry), values.get("architectures") or []
+    named = values.get("architectures") or []
     if entry.family.architecture in named:
         return None
-    return next((end for end in HEADLESS if f"{stem}{end}" in named), None)
+    return next((end for end in HEADLESS if not _headless(entry, end).isdisjoint(named)), None)
 
 
-def _stem(entry: Entry) -> str:
-    return entry.family.architecture.removesuffix("ForCausalLM")
+def _headless(entry: Entry, end: str) -> frozenset[str]:
+    """Return the names in transformers of a decoder without LM head: Qwen3Model, Gemma3TextModel."""
+    stem = entry.family.architecture.removesuffix("ForCausalLM")
+    return frozenset({f"{stem}{end}", f"{stem}Text{end}"})
 
 
 def _num_labels(values: Mapping[str, Any], where: str) -> int:
@@ -193,7 +195,7 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
         extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
     if not config.tie_word_embeddings and is_embedding_folder(folder) and not _has_tensor(folder, "lm_head.weight"):
-        config = replace(config, has_lm_head=False, tie_word_embeddings=True)
+        config = replace(config, has_lm_head=False, tie_word_embeddings=True, head_bias=False)
     return config
 
 

@@ -20,6 +20,7 @@ from tests.support.embedding_models import (
     write_modules,
 )
 from tests.support.engines import engines
+from tests.support.families import FAMILIES, tiny_folder
 
 TEXTS = ["the quick brown fox", "red", "a lazy dog sleeps beside the river and the fox", "blue bird sings " * 9]
 PAIRS = [("red fox", text) for text in TEXTS]
@@ -88,12 +89,26 @@ def test_a_chat_model_embeds_with_the_last_token_and_still_generates(make_engine
     assert engine.generate(prompt_token_ids=ids, sampling_params=params)[0].token_ids == reference.greedy(ids, 8)
 
 
-@pytest.mark.parametrize("kind", ["LlamaModel", "Qwen2Model", "MistralForSequenceClassification", "Qwen3MoeModel"])
-def test_every_family_is_served_without_its_head(tiny_model, tmp_path, make, kind):
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "Moe" in kind else {}
-    write_folder(tiny_model, tmp_path, kind, num_labels=3, **sizes)
-    reference = EmbeddingReference(tmp_path)
-    assert_vectors(make().embed(TEXTS), [reference.vector(text) for text in TEXTS])
+QUICK = ("llama", "gemma3_text", "qwen3_moe", "phi")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]
+)
+def test_every_family_embeds_with_its_head_and_without(tiny_model, tmp_path, family):
+    from transformers import AutoModel
+
+    tiny_folder(family, tmp_path / "whole", tiny_model)
+    tiny_folder(family, tmp_path / "bare", tiny_model)
+    AutoModel.from_pretrained(tmp_path / "whole", dtype="float32").save_pretrained(tmp_path / "bare")
+    prompts = [list(range(3, 40)), [7], [250, 8, 8, 8, 100]]
+    reference = EmbeddingReference(tmp_path / "whole", "mean", normalize=False)
+    for folder in ("whole", "bare"):
+        with engines(model=str(tmp_path / folder)) as make:
+            engine = make(max_num_batched_tokens=16)
+            assert engine.info.generates_text == (folder == "whole")
+            found = engine.embed(prompt_token_ids=prompts, pooling="mean", normalize=False)
+        assert_vectors(found, [reference.vector(ids) for ids in prompts])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
