@@ -21,6 +21,7 @@ from engine.protocol.pooling import PoolingConfig
 from graph_cache.validation import is_whole_number
 
 MODULES = "modules.json"
+TRANSFORMER = "sentence_bert_config.json"
 REMEDY = "use another model, or remove modules.json to pool the last token and normalise"
 MODES = {
     "lasttoken": "last", "pooling_mode_lasttoken": "last",
@@ -65,7 +66,9 @@ def read_pooling_config(config: EngineConfig, source: ModelSource) -> PoolingCon
         found["score_tokens"] = config.score_tokens
     if config.score_template is not None:
         found["score_template"] = _template(Path(config.score_template))
-    if found.get("score_tokens") and not found.get("score_template"):
+        found["score_prompt"] = False
+    is_joined = (Path(source.path) / MODULES).exists() and not config.score_tokens  # a LogitScore that takes texts
+    if found.get("score_tokens") and not found.get("score_template") and not is_joined:
         found["score_template"] = QWEN3_RERANKER_TEMPLATE
     return PoolingConfig(**found)
 
@@ -118,15 +121,19 @@ def _from_modules(folder: Path) -> dict[str, Any]:
     modules = _modules(folder)
     kinds = [_kind(module) for module in modules]
     where = str(folder / MODULES)
-    supported = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
-    if kinds not in (*supported, ["Transformer", "LogitScore"]):
+    settings = read_json_object(folder / TRANSFORMER) if (folder / TRANSFORMER).exists() else {}
+    supported = [["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"], ["Transformer", "LogitScore"]]
+    if settings.get("transformer_task") == "sequence-classification":
+        supported.append(["Transformer"])
+    if kinds not in supported:
         raise ModelError(
             f"{where} lists {', '.join(kinds) or 'no modules'}; Transformer, Pooling and Normalize in this order, or "
             f"Transformer and LogitScore, are supported: {REMEDY}"
         )
-    found = _from_transformer(folder)
-    if kinds[-1] == "LogitScore":
-        return found | _logit_score(folder, modules[-1])
+    found = _from_transformer(folder, settings)
+    if "Pooling" not in kinds:
+        scored = _logit_score(folder, modules[-1]) if kinds[-1] == "LogitScore" else {}
+        return found | scored | _from_template(folder, settings)
     mode = _mode(folder / modules[1].get("path", "") / "config.json")
     return found | {"mode": mode, "normalize": len(kinds) == 3}
 
@@ -136,6 +143,8 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
         modules = json.loads(read_limited_text(folder / MODULES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder / MODULES} can't be read as JSON ({error}); download the model again") from error
+    if isinstance(modules, dict):
+        modules = modules.get("modules")
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise ModelError(f"{folder / MODULES} must be a list of modules; download the model again")
     for module in modules:
@@ -166,7 +175,7 @@ def _mode(path: Path) -> str:
     return MODES[chosen[0]]
 
 
-def _from_transformer(folder: Path) -> dict[str, Any]:
+def _from_transformer(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompts of config_sentence_transformers.json and the length of sentence_bert_config.json."""
     found: dict[str, Any] = {}
     path = folder / "config_sentence_transformers.json"
@@ -180,16 +189,12 @@ def _from_transformer(folder: Path) -> dict[str, Any]:
         found |= {"prompts": prompts, "default_prompt": default}
         if values.get("activation_fn") is not None:
             found["activation"] = _activation(values["activation_fn"], "activation_fn", str(path))
-    path = folder / "sentence_bert_config.json"
-    if path.exists():
-        values = read_json_object(path)
-        length = values.get("max_seq_length")
-        if length is not None and not is_whole_number(length, 1):
-            raise ModelError(f"{path}: max_seq_length must be a whole number; found {length!r}")
-        if values.get("do_lower_case"):
-            raise ModelError(f"{path}: do_lower_case=true is not supported: use another model")
-        found["max_length"] = length
-    return found
+    length = settings.get("max_seq_length")
+    if length is not None and not is_whole_number(length, 1):
+        raise ModelError(f"{folder / TRANSFORMER}: max_seq_length must be a whole number; found {length!r}")
+    if settings.get("do_lower_case"):
+        raise ModelError(f"{folder / TRANSFORMER}: do_lower_case=true is not supported: use another model")
+    return found | {"max_length": length}
 
 
 def _logit_score(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,11 +203,27 @@ def _logit_score(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
     no, yes = values.get("false_token_id"), values.get("true_token_id")
     if not is_whole_number(no, 0) or not is_whole_number(yes, 0):
         raise ModelError(f"{path} needs true_token_id and false_token_id; found {yes!r} and {no!r}")
-    found: dict[str, Any] = {"score_tokens": (no, yes)}
-    for name in ("chat_template.jinja", "additional_chat_templates/reranker.jinja"):
-        if (folder / name).exists() and "document" in (text := _template(folder / name)):
-            found["score_template"] = text
-    return found
+    return {"score_tokens": (no, yes)}
+
+
+def _from_template(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template of a reranker that takes a query and a document as messages; nothing if it takes texts."""
+    modalities, options = settings.get("modality_config") or {}, settings.get("processing_kwargs") or {}
+    if "message" not in modalities:
+        return {}
+    chosen = options.get("chat_template") or {} if isinstance(options, Mapping) else {}
+    known = {"add_generation_prompt", "restore_suffix"}
+    if not isinstance(chosen, Mapping) or (unknown := sorted(chosen.keys() - known)):
+        shown = chosen if not isinstance(chosen, Mapping) else ", ".join(unknown)
+        raise ModelError(f"{folder / TRANSFORMER}: processing_kwargs.chat_template has {shown}, which is not supported")
+    if (folder / "chat_template.jinja").exists():
+        text: Any = _template(folder / "chat_template.jinja")
+    else:
+        path = folder / "tokenizer_config.json"
+        text = read_json_object(path).get("chat_template") if path.exists() else None
+    if not isinstance(text, str):
+        raise ModelError(f"{folder} has no chat template, and {TRANSFORMER} takes messages: download the model again")
+    return {"score_template": text, "score_prompt": chosen.get("add_generation_prompt") is True}
 
 
 def _template(path: Path) -> str:

@@ -33,8 +33,10 @@ class PoolingConfig:
     - max_length: the longest input in tokens; None: the context.
     - prompts: texts to write before an input, by name; default_prompt: the name of the one that is always written.
     - score_tokens: the tokens, as text or ids, that say "no" and "yes" to a query and a document; None: none.
-    - score_template: the template of a query and a document; "" to join their tokens.
-    - activation: of a classification head's outputs; "auto": sigmoid of one label, softmax of several.
+    - score_template: the template of a query and a document; "" to join their tokens. score_prompt: its variable
+      add_generation_prompt.
+    - activation: of a classification head's outputs, or of a score by two tokens, whose logit is the difference of
+      theirs; "auto": sigmoid of one label, softmax of several.
     """
 
     mode: str = "last"
@@ -45,6 +47,7 @@ class PoolingConfig:
     default_prompt: str | None = None
     score_tokens: tuple[str | int, str | int] | None = None
     score_template: str = ""
+    score_prompt: bool = False
     activation: str = "auto"
 
     def prompt(self, name: str | None) -> str:

@@ -138,7 +138,7 @@ class Scoring:
         messages += [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return {
             "messages": messages, "query": query, "document": document, "instruction": instruction,
-            "add_generation_prompt": True,
+            "add_generation_prompt": self._config.score_prompt,
         }  # fmt: skip
 
     def score(self, output: CompletionOutput, use_activation: bool = True) -> float:
@@ -150,7 +150,8 @@ class Scoring:
         assert output.logprobs is not None
         no, yes = (output.logprobs[0].named[index] for index in self._ids)
         logit = yes - no
-        return 0.5 * (1.0 + math.tanh(0.5 * logit)) if use_activation else logit
+        is_logit = not use_activation or self._config.activation == "identity"
+        return logit if is_logit else 0.5 * (1.0 + math.tanh(0.5 * logit))
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -171,22 +171,60 @@ def test_two_tokens_score_pairs_with_the_template_of_qwen3_reranker(tiny_model, 
     )
 
 
+MESSAGES = {
+    "transformer_task": "text-generation", "modality_config": {"text": {}, "message": {"format": "flat"}},
+    "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+}  # fmt: skip
+
+
+def write_logit_score(folder, activation=None, **transformer):
+    write_modules(folder, "Transformer", "LogitScore")
+    values = {"true_token_id": 77, "false_token_id": 88}
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps(values))
+    (folder / "chat_template.jinja").write_text(RERANKER_TEMPLATE)
+    (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
+    values = {"prompts": {}, "default_prompt_name": None, "activation_fn": activation, "model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(values))
+
+
 def test_a_sentence_transformers_reranker_gives_tokens_and_template(tiny_model, tmp_path, make):
     write_folder(tiny_model, tmp_path, "Qwen3ForCausalLM")
-    write_modules(tmp_path, "Transformer", "LogitScore")
-    values = {"true_token_id": 77, "false_token_id": 88}
-    (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps(values))
-    (tmp_path / "chat_template.jinja").write_text(RERANKER_TEMPLATE)
+    write_logit_score(tmp_path, **MESSAGES)
     reference, engine = TokenReference(tmp_path, 88, 77), make()
-    expected = [reference.score(f"<|im_start|>match: red fox / {text}<|im_end|>") for text in TEXTS]
+    expected = [reference.score(f"<|im_start|>match: red fox / {text}<|im_end|>+") for text in TEXTS]
     np.testing.assert_allclose(engine.score("red fox", TEXTS), expected, atol=1e-4)
-    expected = reference.score("<|im_start|>rhymes: red fox / red<|im_end|>")
+    expected = reference.score("<|im_start|>rhymes: red fox / red<|im_end|>+")
     assert engine.score("red fox", "red", instruction="rhymes") == pytest.approx([expected], abs=1e-4)
+
+
+def test_a_sentence_transformers_reranker_of_texts_without_activation(tiny_model, tmp_path, make):
+    write_folder(tiny_model, tmp_path, "Qwen3ForCausalLM")
+    write_logit_score(tmp_path, "torch.nn.modules.linear.Identity", modality_config={"text": {}})
+    reference = TokenReference(tmp_path, 88, 77)
+    expected = np.array([reference.score(f"red fox{text}<|im_end|>") for text in TEXTS])
+    np.testing.assert_allclose(make().score("red fox", TEXTS), np.log(expected / (1 - expected)), atol=1e-3)
+
+
+def test_a_sentence_transformers_head_takes_messages(tiny_model, tmp_path, make):
+    write_folder(tiny_model, tmp_path, "Qwen3ForSequenceClassification", num_labels=1)
+    write_modules(tmp_path, "Transformer")
+    values = MESSAGES | {"transformer_task": "sequence-classification", "processing_kwargs": {}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(values))
+    (tmp_path / "chat_template.jinja").write_text(RERANKER_TEMPLATE)
+    reference, engine = HeadReference(tmp_path), make()
+    prompts = [f"<|im_start|>match: red fox / {text}<|im_end|>" for text in TEXTS]
+    expected = [float(reference.logits(prompt, special=False)[0].sigmoid()) for prompt in prompts]
+    np.testing.assert_allclose(engine.score("red fox", TEXTS), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("write", "said"),
     [
+        (lambda folder: write_modules(folder, "Transformer"), "lists Transformer;"),
+        (
+            lambda folder: write_logit_score(folder, **MESSAGES | {"processing_kwargs": {"chat_template": {"x": 1}}}),
+            "processing_kwargs.chat_template has x",
+        ),
         (lambda folder: write_modules(folder, "Transformer", "Pooling", "Dense"), "Transformer, Pooling, Dense"),
         (
             lambda folder: write_modules(folder, "Transformer", "Pooling", pooling={"pooling_mode_max_tokens": True}),
@@ -206,7 +244,19 @@ def test_a_sentence_transformers_reranker_gives_tokens_and_template(tiny_model, 
         (lambda folder: change_config(folder, problem_type="ranking"), "problem_type is 'ranking'"),
         (lambda folder: change_config(folder, activation_fn="torch.nn.Tanh"), "'activation_fn' is 'torch.nn.Tanh'"),
     ],
-    ids=["dense", "max", "without prompt", "json", "path", "bidirectional", "one token", "problem", "tanh"],
+    ids=[
+        "alone",
+        "template",
+        "dense",
+        "max",
+        "without prompt",
+        "json",
+        "path",
+        "bidirectional",
+        "one token",
+        "problem",
+        "tanh",
+    ],
 )
 def test_what_a_folder_asks_for_and_the_engine_can_not_compute_is_refused(tiny_model, tmp_path, make, write, said):
     write_folder(tiny_model, tmp_path)

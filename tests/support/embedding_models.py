@@ -22,6 +22,7 @@ RERANKER_TEMPLATE = (
     " | default('match', true) }}: "
     "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
     " / {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}<|im_end|>"
+    "{{ '+' if add_generation_prompt }}"
 )
 
 
@@ -106,8 +107,8 @@ class HeadReference:
         self.model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
-    def logits(self, *texts: str) -> torch.Tensor:
-        return self.model(**self.tokenizer(*texts, return_tensors="pt")).logits[0]
+    def logits(self, *texts: str, special: bool = True) -> torch.Tensor:
+        return self.model(**self.tokenizer(*texts, return_tensors="pt", add_special_tokens=special)).logits[0]
 
 
 class TokenReference:
