@@ -123,8 +123,7 @@ def find_entry(values: Mapping[str, Any], where: str) -> Entry:
     The engine's own entries come first; other packages are looked up only for what those lack. Raises ModelError if it
     is not supported.
     """
-    named = values.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    names = _names(values)
     model_type = values.get("model_type")
     entry = _match(ENTRIES, names, model_type) or _match(installed_entries(), names, model_type)
     if entry is not None:
@@ -133,6 +132,11 @@ def find_entry(values: Mapping[str, Any], where: str) -> Entry:
     raise ModelError(
         f"{where}: architecture {requested} is not supported; supported are {', '.join(supported_architectures())}"
     )
+
+
+def _names(values: Mapping[str, Any]) -> list[str]:
+    named = values.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 
 def _match(entries: Sequence[Entry], names: Sequence[str], model_type: Any) -> Entry | None:
@@ -150,7 +154,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> M
     entry = find_entry(values, where)
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if values.get(key) not in (None, causal):
-            raise ModelError(f"{where}: {key}={values[key]!r}: attention to later tokens is not supported")
+            raise Fields(values, where).error(key, f"{str(causal).lower()}: attention to later tokens is not supported")
     config = entry.read_config(values, entry.family, where)
     variant = _variant(values, entry)
     if variant is None:
@@ -162,7 +166,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> M
 
 def _variant(values: Mapping[str, Any], entry: Entry) -> str | None:
     """Return the end of an architecture's name that stands for a decoder without LM head; None for one with it."""
-    named = values.get("architectures") or []
+    named = _names(values)
     if entry.family.architecture in named:
         return None
     return next((end for end in HEADLESS if not _headless(entry, end).isdisjoint(named)), None)

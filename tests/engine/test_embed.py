@@ -239,7 +239,7 @@ def test_a_sentence_transformers_head_takes_messages(tiny_model, tmp_path, make)
             lambda folder: (folder / "modules.json").write_text('[{"idx": 0, "path": "../x", "type": "a.Pooling"}]'),
             "outside the folder",
         ),
-        (lambda folder: change_config(folder, is_causal=False), "is_causal=False"),
+        (lambda folder: change_config(folder, is_causal=False), "'is_causal' must be true"),
         (lambda folder: change_config(folder, classifier_from_token=["yes"]), "classifier_from_token must be two"),
         (lambda folder: change_config(folder, problem_type="ranking"), "problem_type is 'ranking'"),
         (lambda folder: change_config(folder, activation_fn="torch.nn.Tanh"), "'activation_fn' is 'torch.nn.Tanh'"),
