@@ -75,6 +75,10 @@ class EngineConfig(NamesFields):
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
     - `enable_return_hidden_states`: allow requests with `return_hidden_states`; decode steps then keep them.
+    - `score_tokens`: the two tokens, such as ("no", "yes"), whose logits after a query and a document say how well they
+      match; for rerankers without a classification head. Default: as the model's folder says, else none.
+    - `score_template`: a file with the Jinja template of a query and a document. Default: as the model's folder says,
+      else the one of Qwen3-Reranker with `score_tokens`, none without.
     - `kernels`: how a GPU computes a step. "fused": the engine's own kernels; "torch": the model's layers around paged
       attention; "auto": fused for 16-bit weights on GPUs whose shared memory holds the tiles (Hopper).
     - `tensor_parallel_size`: GPUs of this host to split the model over, one process each (on a CPU: processes without
@@ -115,6 +119,8 @@ class EngineConfig(NamesFields):
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     enable_return_hidden_states: bool = False
+    score_tokens: tuple[str, ...] = ()
+    score_template: str | None = None
     kernels: str = "auto"
 
     cuda_graph_impl: str = "local"
@@ -190,6 +196,7 @@ class EngineConfig(NamesFields):
             )
         if self.tensor_parallel_size > 1:
             self._check_tensor_parallel()
+        self._check_scores()
         if self.graph_buckets is not None:
             if isinstance(self.graph_buckets, str) or not isinstance(self.graph_buckets, Iterable):
                 raise ConfigError(f"graph_buckets={self.graph_buckets!r} must be a list of batch sizes")
@@ -238,6 +245,15 @@ class EngineConfig(NamesFields):
                 f"{setting} pads what attach() captures; cuda_graph_impl='full_iteration' captures whole batches: pad "
                 "them in the data loader and leave it out"
             )
+
+    def _check_scores(self) -> None:
+        tokens, template = self.score_tokens, self.score_template
+        is_list = isinstance(tokens, list | tuple) and all(isinstance(one, str) and one for one in tokens)
+        if not is_list or len(tokens) not in (0, 2) or len(set(tokens)) != len(tokens):
+            raise ConfigError(f"score_tokens={tokens!r} must be two different tokens, those for no and for yes")
+        object.__setattr__(self, "score_tokens", tuple(tokens))
+        if template is not None and (not isinstance(template, str) or not template):
+            raise ConfigError(f"score_template={template!r} must be a file with a template")
 
     def _check_dropless(self) -> None:
         if not self.cuda_graph_moe_dropless:

@@ -5,25 +5,30 @@ Everything runs in the caller's thread: no server, no event loop, no signal hand
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from engine.checkpoint.pooling_config import read_pooling_config
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
-from engine.errors import ConfigError, EngineDead, RequestError, WeightUpdateError
+from engine.errors import ConfigError, EngineDead, EngineError, RequestError, WeightUpdateError
 from engine.generation import Generation, SharedLoop
 from engine.models.registry import config_from_folder
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput, Sample
+from engine.protocol.pooling import PoolingConfig, finish_embedding
 from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
 from engine.text.bad_words import bad_word_ids
+from engine.text.scoring import Scoring, cosine, pairs_of
 from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
 from engine.utils.progress import Progress
@@ -69,6 +74,7 @@ class Engine:
         self.config = config or EngineConfig()
         has_source = model is None or self.config.model != DEFAULT_MODEL
         source = resolve_model(self.config.model, config_from_folder, self.config.progress) if has_source else None
+        pooling = read_pooling_config(self.config, source) if source else PoolingConfig()
         self.tokenizer = Tokenizer.try_load(source) if source else None
         self._loop = (
             build_loop(self.config, source, self.tokenizer)
@@ -76,6 +82,9 @@ class Engine:
             else build_megatron_loop(self.config, model, self.tokenizer, source)
         )
         self._shared = SharedLoop(self._loop)
+        self._pooling = pooling
+        self._info = dataclasses.replace(self._loop.info, pooling=pooling)
+        self._scoring: Scoring | None = None
         self._numbers = itertools.count()
         self._seeds = itertools.count(1)
         self._closed = False
@@ -95,7 +104,7 @@ class Engine:
     @property
     def info(self) -> ModelInfo:
         """The loaded model and the chosen sizes."""
-        return self._loop.info
+        return self._info
 
     @property
     def weight_version(self) -> str:
@@ -218,6 +227,72 @@ class Engine:
                 rate = generation.num_tokens / (time.monotonic() - started)
                 progress(total - generation.num_running, total, f"{rate:.0f} tokens/s")
                 yield sample
+
+    @names_arguments
+    def embed(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | Sequence[int] | None = None,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[np.ndarray]:
+        """Return one vector, float32 [h], per prompt, in order.
+
+        `pooling` is "last" or "mean"; `normalize`: divide by the Euclidean norm. None: as the model's folder says, else
+        the last token, normalised. `dimensions` keeps the first ones, before normalisation. `prompt_name`: which of the
+        folder's prompts to write before texts. Raises RequestError, before anything runs, if an argument is invalid,
+        and EngineError if a prompt fails later.
+        """
+        self._require_open()
+        config = self._pooling
+        config.check_dimensions(dimensions, self.info.hidden_size)
+        if pooling not in (None, "last", "mean"):
+            raise RequestError(f"pooling={pooling!r}: give 'last', 'mean' or None", param="pooling")
+        before = config.prompt(prompt_name)
+        texts, ids = self._prompts(prompts, prompt_token_ids)
+        if before:
+            ids = [
+                self._prompts(before + text, None)[1][0] if text else one for text, one in zip(texts, ids, strict=True)
+            ]
+        given = "prompts" if prompt_token_ids is None else "prompt_token_ids"
+        for index, one in enumerate(ids):
+            config.check_length(len(one), self.info.max_model_len, f"{given}[{index}]")
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling or config.mode)
+        outputs = self.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=use_tqdm) if ids else []
+        wanted = config.normalize if normalize is None else normalize
+        return [finish_embedding(_vector(output), dimensions, wanted) for output in outputs]
+
+    @names_arguments
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool = True,
+    ) -> list[float]:
+        """Return how well each document matches its query: one query for all, or as many queries as documents.
+
+        By the model's classification head, by `EngineConfig.score_tokens`, or else by the cosine of two embeddings; see
+        docs/embeddings.md. Raises RequestError as `embed` does.
+        """
+        self._require_open()
+        if self._scoring is None:
+            self._scoring = Scoring(self.tokenizer, self.info)
+        scoring = self._scoring
+        scoring.check(instruction)
+        first, second = ([texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
+        pairs = pairs_of(first, second, ("queries", "documents"))
+        if scoring.kind == "cosine":
+            vectors = self.embed([*first, *second])
+            return [cosine(vectors[query], vectors[len(first) + document]) for query, document in pairs]
+        ids = [scoring.pair_ids(first[query], second[document], instruction) for query, document in pairs]
+        outputs = self.generate(prompt_token_ids=ids, sampling_params=scoring.params)
+        return [scoring.score(_succeeded(output).outputs[0], use_activation) for output in outputs]
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's seed, or the next of the engine's sequence, which makes offline runs reproducible."""
@@ -366,6 +441,20 @@ def _expected_tokens(given: Any, count: int) -> list[int] | None:
             param="expected_tokens",
         )
     return list(given)
+
+
+def _succeeded(output: RequestOutput) -> RequestOutput:
+    """Return an output; raise EngineError if its request failed."""
+    if output.finish_reason == "error":
+        raise EngineError(f"the engine failed to process {output.request_id}: {output.outputs[0].error}")
+    return output
+
+
+def _vector(output: RequestOutput) -> np.ndarray:
+    """Return the only vector of an output. Raises EngineError if its request failed."""
+    rows = _succeeded(output).hidden_states
+    assert rows is not None
+    return rows[0]
 
 
 def _sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:

@@ -32,6 +32,7 @@ from server.routes import generate as routes_generate
 from server.routes import messages as routes_messages
 from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
+from server.routes import pooling as routes_pooling
 from server.routes import responses as routes_responses
 from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
@@ -138,8 +139,8 @@ def create_app(
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
         routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses, routes_tokens,
-        routes_admin, routes_trainer, routes_status, routes_server_info, routes_chat_batch, routes_ollama,
-        routes_sagemaker,
+        routes_admin, routes_trainer, routes_pooling, routes_status, routes_server_info, routes_chat_batch,
+        routes_ollama, routes_sagemaker,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets("chat"), name="chat-assets")

@@ -20,6 +20,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_scale": (0, 1),
     "expert_weights_scale": (0, 1),
     "logit_scale": (0, 1),
+    "pooling_type": (0, 1, 3),  # of vectors: pooling_config.py reads it
     "residual_scale": (0, 1),
 }
 

@@ -30,9 +30,10 @@ TIMEOUT_SECONDS = 10
 Check = Callable[[str], Any]
 """Called with a folder that has only config.json. Raises ModelError if the model is not supported."""
 
-# Beside the weights. Patterns match names in the repository's top folder, except for the last one.
+# Beside the weights. Patterns match names in the repository's top folder, except for the last two.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt")
 _TEMPLATES = "chat_templates/*.jinja"
+_MODULES = "[0-9]_*/config.json"  # of sentence-transformers
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -102,6 +103,7 @@ def text_files(names: Iterable[str]) -> list[str]:
         name
         for name in names
         if fnmatch.fnmatchcase(name, _TEMPLATES)
+        or fnmatch.fnmatchcase(name, _MODULES)
         or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXT_FILES))
     )
 

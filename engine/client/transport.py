@@ -53,6 +53,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
     try:
         with no_garbage_collections():
             from engine.checkpoint.generation_config import sampling_defaults
+            from engine.checkpoint.pooling_config import read_pooling_config
             from engine.checkpoint.source import resolve_model
             from engine.core.builder import build_loop  # imports torch, which only the process with the loop needs
             from engine.core.service import serve
@@ -62,6 +63,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
 
             source = resolve_model(config.model, config_from_folder, config.progress)
             defaults = sampling_defaults(config.generation_config, source)
+            pooling = read_pooling_config(config, source)
             tokenizer = Tokenizer.try_load(source)
             gc.freeze()  # or the first collection afterwards takes as long as those left out
         loop = build_loop(config, source, tokenizer)
@@ -82,7 +84,7 @@ def run_loop(config: EngineConfig, receive: Callable[[float], Command | None], s
     except Exception as error:
         logger.exception("the engine did not start")
         return send(Dead(f"the engine did not start: {type(error).__name__}: {error}"))
-    send(Ready(dataclasses.replace(loop.info, sampling_defaults=defaults)))
+    send(Ready(dataclasses.replace(loop.info, sampling_defaults=defaults, pooling=pooling)))
     serve(loop, receive, send)
 
 

@@ -23,6 +23,9 @@ from engine.utils.histogram import Histogram
 from engine.worker.async_output import StepResult
 
 PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+VECTOR_NOT_FINITE = (
+    "the model's hidden states are not finite (NaN or infinity) for this prompt of {prompt} tokens: check the weights"
+)
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity) at position {position} of this request, "
     "whose prompt has {prompt} tokens: check the weights"
@@ -75,6 +78,9 @@ class StepFinisher:
             if request.lease != lease:
                 continue
             bucket = result.graph_bucket if row < decodes else None
+            if request.is_pooled:
+                self._finish_pooled(request)
+                continue
             if token < 0:
                 self._fail_row(request, bucket)
                 continue
@@ -173,13 +179,21 @@ class StepFinisher:
         event.finish_reason, event.error, event.refusal = "error", str(error), error
         self.end(request, RequestState.ABORTED, event)
 
-    def _fail_row(self, request: Request, bucket: int | None) -> None:
-        """Fail a request whose logits were not finite, and zero the pages that it frees.
+    def _finish_pooled(self, request: Request) -> None:
+        """End a request with the vector of its prompt, or fail it if the vector is not finite."""
+        if all(np.isfinite(rows).all() for rows in request.hidden_states):
+            self._finish(request, TokenEvent(request_id=request.request_id), "stop")
+            return
+        request.hidden_states = []
+        self._fail_row(request, None, VECTOR_NOT_FINITE)
+
+    def _fail_row(self, request: Request, bucket: int | None, message: str = NOT_FINITE) -> None:
+        """Fail a request whose logits, or vector, were not finite, and zero the pages that it frees.
 
         Its next step may already be enqueued and write NaN to those pages again, so zeroing is enqueued after it.
         """
         pages = request.held_pages()
-        error = NOT_FINITE.format(position=len(request.token_ids), prompt=request.prompt_len)
+        error = message.format(position=len(request.token_ids), prompt=request.prompt_len)
         self.end(
             request,
             RequestState.FAILED,

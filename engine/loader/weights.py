@@ -126,6 +126,7 @@ def load_weights(
     for name, tensor in model.split_stacked(tensors):
         if progress is not None:
             progress(len(slots) - len(unfilled), len(slots))
+        name = _slot_name(name, slots)
         if _is_rotary_buffer(name) or (quantized and name.endswith(KV_SCALES) and name not in slots):
             continue
         if name == TIED_HEAD and name not in slots:
@@ -141,7 +142,7 @@ def load_weights(
         unfilled.pop(name, None)
     if progress is not None:
         progress(len(slots) - len(unfilled), len(slots))
-    if head is not None and EMBEDDING not in unfilled:
+    if head is not None and EMBEDDING not in unfilled and model.config.has_lm_head:
         problems += _tied_head_problem(head, slots[EMBEDDING])
     filled = slots.keys() - unfilled.keys()
     problems += [f"{name} is missing" for name in unfilled if _is_missing(slots[name], name, filled)]
@@ -199,13 +200,14 @@ def check_update(
     """
     staged: dict[str, Tensor] = {}
     plain = plain_slots(slots)
+    known = slots.keys() | plain.keys()
     problems: list[str] = []
     head: Tensor | None = None
     for index, item in enumerate(tensors):
         if not _is_pair(item):
             problems.append(f"item {index} is {type(item).__name__}, expected a (name, tensor) pair")
             continue
-        name, tensor = item
+        name, tensor = _slot_name(item[0], known), item[1]
         if _is_rotary_buffer(name):
             continue
         if name == TIED_HEAD and name not in slots:
@@ -292,6 +294,11 @@ def _matrix_problems(
         elif not has_plain and (sent or complete):
             problems += [f"{name} is missing, and {plain_name} is no plain weight either" for name in missing]
     return problems
+
+
+def _slot_name(name: str, known: Collection[str]) -> str:
+    """Return the name of a tensor's slot. Checkpoints of a decoder without head leave out the prefix "model."."""
+    return f"model.{name}" if name not in known and f"model.{name}" in known else name
 
 
 def _is_rotary_buffer(name: str) -> bool:

@@ -155,6 +155,8 @@ class ModelConfig:
       activation of the experts. shared_expert_size: the width of the MLP of all tokens beside the experts, 0 if there
       is none; shared_expert_gate: whether it has a gate. expert_names: the names of these tensors.
     - eos_token_ids: all end-of-text ids.
+    - has_lm_head: whether the checkpoint has an LM head; without one, the model generates no text. num_labels: outputs
+      of a classification head; 0: none.
     - dtype: the checkpoint's dtype, one of DTYPE_NAMES.
     - quantization: how the linear layers store their weights; None: in the model's dtype.
     """
@@ -216,6 +218,8 @@ class ModelConfig:
     expert_names: ExpertNames = ExpertNames()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    has_lm_head: bool = True
+    num_labels: int = 0
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
 

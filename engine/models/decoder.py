@@ -21,6 +21,7 @@ from engine.checkpoint.mxfp4 import dequantised
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.linear import Linear
 from engine.layers.moe import EXPERT_ALIGNMENT
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RopeScaling, RotaryTable
@@ -37,7 +38,7 @@ FUSED_OPTIONS = frozenset(
     attention_sinks scaled_positions
     num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
     sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
-    expert_names bos_token_id eos_token_ids dtype""".split()
+    expert_names bos_token_id eos_token_ids dtype has_lm_head num_labels""".split()
 )
 """Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
 
@@ -84,6 +85,11 @@ class Decoder(Model, nn.Module):
             tied=self.embedding.weight if config.tie_word_embeddings else None,
             bias=config.head_bias,
         )
+        self.score = None
+        if config.num_labels:
+            self.score = Linear(
+                {"score": config.num_labels}, config.hidden_size, bias=False, dtype=dtype, device=device
+            )
 
         def rotary(theta: float, scaling: RopeScaling | None) -> RotaryTable:
             dims, interleaved = config.rotary_dim or config.head_dim, config.rope_interleaved
@@ -149,6 +155,9 @@ class Decoder(Model, nn.Module):
             logits = logits * self.config.logit_scale
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
+    def classify(self, hidden: Tensor) -> Tensor:
+        return super().classify(hidden) if self.score is None else self.score(hidden)
+
     def weight_slots(self) -> dict[str, Slot]:
         """Map Hugging Face tensor names to slots, in layer order; a tied head has no entry.
 
@@ -160,6 +169,8 @@ class Decoder(Model, nn.Module):
         slots |= self.norm.slots(self.config.names.norm)
         if not self.config.tie_word_embeddings:
             slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
+        if self.score is not None:
+            slots |= {name.removeprefix("."): slot for name, slot in self.score.slots("").items()}
         return slots
 
     def split_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

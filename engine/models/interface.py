@@ -158,6 +158,13 @@ class Model(ABC):
         With tensor parallelism every rank gets all columns.
         """
 
+    def classify(self, hidden: Tensor) -> Tensor:
+        """Return the outputs [N, labels] of the classification head for hidden [N, h] after the last norm.
+
+        Raises ModelError if the model has none.
+        """
+        raise ModelError(f"{self.config.architecture} has no classification head")
+
     def head(self, hidden: Tensor, logits: Tensor, *, after_layer: bool) -> TileMaxima | None:
         """Write the logits of hidden [N, h] to `logits` [N, vocab] of `logits_dtype`.
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.checkpoint.json_files import read_json_object
+from engine.checkpoint.pooling_config import is_embedding_folder
 from engine.checkpoint.quantization import quantization_values
+from engine.checkpoint.safetensors_names import tensor_names
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -35,8 +37,13 @@ from engine.models.mixtral import MIXTRAL, read_mixtral_config
 from engine.models.olmoe import OLMOE, read_olmoe_config
 from engine.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, read_qwen2_moe_config, read_qwen3_moe_config
 from engine.models.smollm3 import SMOLLM3, read_smollm3_config
+from graph_cache.validation import is_whole_number
 
 ENTRY_POINT_GROUP = "encore.models"
+CLASSIFIER = "ForSequenceClassification"
+HEADLESS = ("Model", CLASSIFIER)
+"""Ends of the names of architectures that are a decoder of a `…ForCausalLM` without its LM head, the second with a
+classification head, `score.weight`."""
 
 
 class Entry(NamedTuple):
@@ -122,8 +129,7 @@ def find_entry(values: Mapping[str, Any], where: str) -> Entry:
     The engine's own entries come first; other packages are looked up only for what those lack. Raises ModelError if it
     is not supported.
     """
-    named = values.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    names = _names(values)
     model_type = values.get("model_type")
     entry = _match(ENTRIES, names, model_type) or _match(installed_entries(), names, model_type)
     if entry is not None:
@@ -134,9 +140,17 @@ def find_entry(values: Mapping[str, Any], where: str) -> Entry:
     )
 
 
+def _names(values: Mapping[str, Any]) -> list[str]:
+    named = values.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
 def _match(entries: Sequence[Entry], names: Sequence[str], model_type: Any) -> Entry | None:
     for entry in entries:
         if entry.family.architecture in names or (not names and model_type == entry.family.model_type):
+            return entry
+    for entry in entries:
+        if any(not _headless(entry, end).isdisjoint(names) for end in HEADLESS):
             return entry
     return None
 
@@ -144,7 +158,38 @@ def _match(entries: Sequence[Entry], names: Sequence[str], model_type: Any) -> E
 def config_from_dict(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """Build a ModelConfig from a config.json's content; `where` names the file in errors. Raises ModelError."""
     entry = find_entry(values, where)
-    return entry.read_config(values, entry.family, where)
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if values.get(key) not in (None, causal):
+            raise Fields(values, where).error(key, f"{str(causal).lower()}: attention to later tokens is not supported")
+    config = entry.read_config(values, entry.family, where)
+    variant = _variant(values, entry)
+    if variant is None:
+        return config
+    # Tied, the head takes no memory; its logits are never used.
+    labels = _num_labels(values, where) if variant == CLASSIFIER else 0
+    return replace(config, has_lm_head=False, tie_word_embeddings=True, head_bias=False, num_labels=labels)
+
+
+def _variant(values: Mapping[str, Any], entry: Entry) -> str | None:
+    """Return the end of an architecture's name that stands for a decoder without LM head; None for one with it."""
+    named = _names(values)
+    if entry.family.architecture in named:
+        return None
+    return next((end for end in HEADLESS if not _headless(entry, end).isdisjoint(named)), None)
+
+
+def _headless(entry: Entry, end: str) -> frozenset[str]:
+    """Return the names in transformers of a decoder without LM head: Qwen3Model, Gemma3TextModel."""
+    stem = entry.family.architecture.removesuffix("ForCausalLM")
+    return frozenset({f"{stem}{end}", f"{stem}Text{end}"})
+
+
+def _num_labels(values: Mapping[str, Any], where: str) -> int:
+    names = values.get("id2label")
+    count = len(names) if isinstance(names, Mapping) and names else values.get("num_labels", 2)  # 2 as in transformers
+    if not is_whole_number(count, 1, 2**16):
+        raise ModelError(f"{where}: 'num_labels' must be a whole number of at least 1, found {count!r}")
+    return count
 
 
 def config_from_folder(folder: str | Path) -> ModelConfig:
@@ -159,7 +204,18 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
         # chat models list their end-of-turn token only here
         extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
+    if not config.tie_word_embeddings and is_embedding_folder(folder) and not _has_tensor(folder, "lm_head.weight"):
+        config = replace(config, has_lm_head=False, tie_word_embeddings=True, head_bias=False)
     return config
+
+
+def _has_tensor(folder: Path, name: str) -> bool:
+    """Whether the folder's weights have a tensor; True if there are no weights yet to tell."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return name in (read_json_object(index).get("weight_map") or {})
+    files = sorted(folder.glob("*.safetensors"))
+    return not files or any(name in tensor_names(path) for path in files)
 
 
 def build_model(

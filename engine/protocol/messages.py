@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.protocol.request import EngineRequest, TokenEvent
+from engine.errors import RequestError
+from engine.protocol.pooling import PoolingConfig
+from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,25 @@ class ModelInfo:
     enable_prefix_caching: bool
     async_scheduling: bool
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of a server's requests
+    hidden_size: int = 0  # values of an embedding
+    num_labels: int = 0  # outputs of the classification head; 0: there is none
+    generates_text: bool = True  # whether the checkpoint has an LM head
+    pooling: PoolingConfig = field(default_factory=PoolingConfig, hash=False)
     num_parameters: int = 0  # of the whole model; 0: unknown
+
+    def check_head(self, params: SamplingParams) -> None:
+        """Raise RequestError if the model lacks the head that a request with these parameters needs."""
+        needs_logits = params.max_tokens != 0 or params.prompt_logprobs is not None
+        if needs_logits and not self.generates_text:
+            raise RequestError(
+                f"{self.name} has no LM head, so it generates no text: use it for "
+                + ("scores (/v1/score, /pooling)" if self.num_labels else "embeddings (/v1/embeddings, /pooling)"),
+                param="model",
+            )
+        if params.pooling == "classify" and not self.num_labels:
+            raise RequestError(
+                f"{self.name} has no classification head (…ForSequenceClassification): use embeddings", param="task"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

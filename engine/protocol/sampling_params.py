@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
+from engine.protocol.pooling import check_pooling
 from engine.protocol.structured_outputs import StructuredOutputs
 from graph_cache.validation import NamesFields, did_you_mean
 
@@ -85,6 +86,7 @@ class SamplingParams(NamesFields):
     logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
     prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place; -1: of all
     return_hidden_states: bool = False  # the final hidden state of each prompt and output token but the last
+    pooling: str | None = None  # one vector of the prompt instead of tokens; see engine/protocol/pooling.py
     skip_special_tokens: bool = True  # leave special tokens out of the text
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
     show_markers: bool = False  # don't skip special tokens that mark tool calls or reasoning
@@ -118,6 +120,8 @@ class SamplingParams(NamesFields):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
         self._set("n", _integer("n", self.n, 1, MAX_N))
+        if self.pooling is not None:
+            check_pooling(self.pooling, self.max_tokens, self.n, self.return_hidden_states)
         self._set("cache_salt", _salt(self.cache_salt))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
@@ -149,7 +153,7 @@ class SamplingParams(NamesFields):
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, so that none may come from the prefix cache."""
-        return self.prompt_logprobs is not None or self.return_hidden_states
+        return self.prompt_logprobs is not None or self.return_hidden_states or self.pooling == "mean"
 
     @property
     def is_greedy(self) -> bool:

@@ -74,6 +74,7 @@ class Request:
         self.max_length = 0
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.generates_tokens = params.max_tokens != 0
+        self.is_pooled = params.pooling is not None  # every step of it is a prefill chunk
         self.prompt_token_cost = 1 if params.prompt_logprobs is None else 2
         # Drafts are sampled together, so the logits of one must not depend on the tokens sampled before it.
         self.may_have_drafts = (

@@ -299,10 +299,10 @@ class Scheduler:
             remaining = length - computed
             if length >= request.max_length and length > len(request.token_ids):
                 pass  # the token in flight is its last
-            elif remaining == 1:
+            elif remaining == 1 and not request.is_pooled:
                 if computed < entry.pages_until or self._update_pages(entry, batch):
                     decodes.append(request)
-            elif remaining > 1:
+            elif remaining > 0:
                 if not has_windows or self._update_pages(entry, batch):
                     prefilling.append(entry)
             else:
@@ -508,7 +508,7 @@ class Scheduler:
                 return
             self._admit(head, matched, batch)
             budget = self._budget_for(head, budget)
-            if len(head.request.token_ids) - head.request.num_computed == 1:
+            if len(head.request.token_ids) - head.request.num_computed == 1 and not head.request.is_pooled:
                 batch.decodes.append(head.request)
                 budget -= 1
             else:

@@ -6,6 +6,7 @@ deferred until the first chat or Hugging Face folder.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -136,6 +137,21 @@ class Tokenizer:
             ) from error
         # Unlike `encode`, it releases the GIL: a long text would stall every other thread for a second.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def cut(self, text: str, count: int) -> str:
+        """Return the beginning of a text that its first `count` tokens cover, without part of a character."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if len(encoding.ids) <= count:
+            return text
+        return text[: min(encoding.offsets[count - 1][1], encoding.offsets[count][0])]
+
+    @functools.cached_property
+    def num_special_tokens(self) -> tuple[int, int]:
+        """How many tokens `encode` adds before and after a text."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        ends = range(len(whole) - len(plain) + 1)
+        before = next((start for start in ends if whole[start : start + len(plain)] == plain), 0)
+        return before, len(whole) - len(plain) - before
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, shown: Container[int] = frozenset()) -> str:
         """Return the text of `ids`, skipping unknown ids. Special tokens in `shown` are not skipped.

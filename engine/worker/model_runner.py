@@ -41,6 +41,7 @@ from engine.worker.packed_graphs import (
     PackedOutput,
     PackedStep,
 )
+from engine.worker.pooling import Pooler
 from engine.worker.prefix_groups import MIN_MEMBERS
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
@@ -191,6 +192,7 @@ class ModelRunner:
             self.state.last_tokens,
             Buckets((*self.site.buckets.sizes, *self._verify_sizes())),
         )
+        self.pooler = Pooler(self.model, self.step_model)
         # Results per step in flight: the tokens of its decodes, of its prefills, and of its drafts.
         self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
@@ -358,6 +360,7 @@ class ModelRunner:
                 rows = self.step_model.final_norm(found.hidden[start : start + chunk.length])
                 output.hidden_states.append((Download(rows), [(chunk.hidden_states, chunk.start, chunk.length)]))
             start += chunk.length
+        self.pooler.pool(chunks, found.hidden, output)
         if ended:
             slots = [chunks[index].slot for index in ended]
             positions = [chunks[index].start + chunks[index].length for index in ended]

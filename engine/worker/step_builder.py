@@ -16,6 +16,7 @@ from engine.worker.packed_graphs import PackedBuckets, PackedRow, decode_row, pr
 from engine.worker.step_input import (
     ChunkInput,
     DecodeInput,
+    PoolingInput,
     PrefillInput,
     PromptScoring,
     SlotAssignment,
@@ -190,4 +191,5 @@ def chunk_input(chunk: PrefillChunk) -> ChunkInput:
         targets = request.token_ids[chunk.start + 1 : end + 1]
         scoring = PromptScoring(request.request_id, targets, params.prompt_logprobs, params.logprob_token_ids)
     hidden_states = request.request_id if params.return_hidden_states else None
-    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states)
+    pooling = None if params.pooling is None else PoolingInput(request.request_id, params.pooling)
+    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states, pooling)

@@ -56,10 +56,19 @@ class PromptScoring:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """The vector to compute from a prompt's chunks. `mode`: one of `engine.protocol.pooling.POOLING_MODES`."""
+
+    request_id: str
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkInput:
     """A row that advances by `length` tokens from position `start`. `is_last`: a token is sampled after it.
 
-    `hidden_states` is the request's id, if its hidden states are wanted.
+    `hidden_states` is the request's id, if its hidden states are wanted. `pooling` is what the request wants instead of
+    tokens, see PoolingInput.
     """
 
     slot: int
@@ -68,6 +77,7 @@ class ChunkInput:
     is_last: bool
     scoring: PromptScoring | None
     hidden_states: str | None
+    pooling: PoolingInput | None = None
 
 
 @dataclass(frozen=True, slots=True)

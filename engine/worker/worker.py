@@ -82,6 +82,9 @@ class Worker:
             enable_prefix_caching=config.enable_prefix_caching,
             async_scheduling=config.async_scheduling,
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
+            hidden_size=model.config.hidden_size,
+            num_labels=model.config.num_labels,
+            generates_text=model.config.has_lm_head,
             num_parameters=_num_parameters(model),
         )
         self.capabilities = Capabilities(

@@ -282,7 +282,7 @@ async def reachable() -> Response:
 @router.post("/embeddings", include_in_schema=False)
 async def embed() -> Response:
     """Refuse embeddings."""
-    raise _not_supported("embeddings are not supported: this server generates text")
+    raise _not_supported("embeddings are not offered in Ollama's format: use /v1/embeddings")
 
 
 @router.post("/pull", include_in_schema=False)

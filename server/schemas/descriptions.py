@@ -196,6 +196,38 @@ OF_BODY = {
         "version": "name of the new weights",
     },
 }  # fmt: skip
+_POOLED = {
+    "truncate_prompt_tokens": "keep this many tokens of an input; -1: what fits the context",
+    "use_activation": "normalise a vector; apply a score's or a head's activation; default: as the model's folder says",
+}
+_INPUTS = _POOLED | {
+    "input": "a text, token ids, or a list of either",
+    "encoding_format": "float: a list of numbers; base64: of little-endian float32",
+    "dimensions": "cut vectors to this many values, before they are normalised",
+    "normalize": "divide vectors by their Euclidean norm; equals use_activation",
+    "prompt_name": "which of the folder's prompts to write before texts",
+    "truncation_side": "side of an input that is cut off; default: right",
+}
+_SCORED = _POOLED | {
+    "max_tokens_per_query": "cut each query to this many tokens; 0: as it is",
+    "max_tokens_per_doc": "cut each document to this many tokens; 0: as it is",
+    "instruction": "what a match is, for models whose template reads it",
+}
+OF_BODY["EmbeddingBody"] = _INPUTS
+OF_BODY["PoolingBody"] = _INPUTS | {
+    "task": "embed, token_embed or classify; default: classify for a model with such a head"
+}
+OF_BODY["ScoreBody"] = _SCORED | {
+    name: f"the {side}: a text or a list of texts"
+    for side, names in {"queries": "text_1 queries data_1", "documents": "text_2 documents items data_2"}.items()
+    for name in names.split()
+}
+OF_BODY["RerankBody"] = _SCORED | {
+    "query": "a text",
+    "documents": "texts, or objects with text",
+    "top_n": "number of documents in the answer; default and 0: all",
+    "return_documents": "false: leave the texts out of the answer",
+}
 _OLLAMA = {
     "options": "sampling parameters",
     "format": "json, or a JSON schema that the answer follows",

@@ -20,6 +20,7 @@ TOKEN_SAMPLING = "sampling_params of tokens"  # of /inference/v1/generate
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES = "/v1/responses"
+EMBEDDINGS, POOLING, SCORE, RERANK = "/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank"
 OLLAMA_GENERATE, OLLAMA_CHAT = "/api/generate", "/api/chat"
 OPTIONS = "options"  # of Ollama's routes
 STREAM_OPTIONS = "stream_options"  # of the OpenAI routes
@@ -36,6 +37,10 @@ PLACES = (
     MESSAGES,
     COUNT_TOKENS,
     RESPONSES,
+    EMBEDDINGS,
+    POOLING,
+    SCORE,
+    RERANK,
     OLLAMA_GENERATE,
     OLLAMA_CHAT,
     OPTIONS,
@@ -46,6 +51,8 @@ MAX_SHOWN_CHARS = 64  # of an unknown field's name, in errors
 _OPENAI = (COMPLETIONS, CHAT)
 _INFERENCE = (*_OPENAI, GENERATE)
 _CHATS = (CHAT, TOKENIZE)
+_INPUTS = (EMBEDDINGS, POOLING)
+_POOLED = (*_INPUTS, SCORE, RERANK)
 _ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 _OLLAMA = (OLLAMA_GENERATE, OLLAMA_CHAT)
 _NO_MASK = (
@@ -229,6 +236,31 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Ignored("prompt_cache_key prompt_cache_retention prompt_cache_options", (RESPONSES,), "hints for caches"),
     Ignored("user safety_identifier", (RESPONSES,), "names the end user"),
     Ignored("service_tier access_programs", (RESPONSES,), "bookkeeping of OpenAI's platform"),
+    # Embeddings, scores and reranking.
+    Refused("pooling", (SAMPLING,), "the answer", instead="use /v1/embeddings or /pooling"),
+    Refused("messages", _INPUTS, "the input", instead="send the text of the conversation as input"),
+    Refused("add_generation_prompt continue_final_message", _INPUTS, "the input", (False,)),
+    Refused("mm_processor_kwargs media_io_kwargs", _POOLED, "other media", ({},)),
+    Refused("images", _INPUTS, "other media", ([],)),
+    Refused("padding", _POOLED, "the input", ("do_not_pad",)),
+    Refused("task late_chunking", (EMBEDDINGS,), "the input", (False,)),
+    Refused("input_type", _INPUTS, "the input", instead="use prompt_name"),
+    Refused("embedding_type embedding_types output_dtype", _INPUTS, "the form of the vectors",
+            ("float", ["float"]), instead="use encoding_format: float or base64"),
+    Refused("embed_dtype", _INPUTS, "the form of the vectors", ("float32",)),
+    Refused("endianness", _INPUTS, "the form of the vectors", ("native", "little")),
+    Refused("output_dimension", _INPUTS, "the form of the vectors", instead="use dimensions"),
+    Refused("data", (POOLING,), "the input", instead="use input"),
+    Refused("softmax activation", _POOLED, "the form of the answer", instead="use use_activation"),
+    Refused("truncate", _POOLED, "an input that the context can't hold", instead="use truncate_prompt_tokens"),
+    Refused("truncation_side", (SCORE, RERANK), "the part of a document that is cut off: its end", ("right",)),
+    Refused("max_chunks_per_doc max_chunk_per_doc overlap_tokens", (RERANK,), "the documents",
+            instead="use max_tokens_per_doc"),
+    Refused("rank_fields", (RERANK,), "the documents", (["text"],)),
+    Refused("chat_template", (*_INPUTS, SCORE, RERANK), "the input", instead="start the server with --score-template"),
+    Refused("chat_template_kwargs", _INPUTS, "the input", ({},)),
+    Refused("chat_template_kwargs", (SCORE, RERANK), "the input", ({},), instead="use instruction"),
+    Ignored("user request_id", _POOLED, "names the end user or the request"),
     # Anthropic's API.
     Refused("container", (MESSAGES,), "tools of Anthropic's servers"),
     Refused("mcp_servers", _ANTHROPIC, "tools of Anthropic's servers", ([],)),

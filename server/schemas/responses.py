@@ -591,3 +591,90 @@ class Profiled(Answer):
 
     profiling: Literal[False]
     file: str = Field(description="a Chrome trace, for chrome://tracing or ui.perfetto.dev")
+
+
+class Embedding(Answer):
+    """The vector of an input: numbers, or base64 of little-endian float32."""
+
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float | None] | str
+
+
+class Embeddings(Answer):
+    """Response of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+class PooledInput(Answer):
+    """What an input was pooled to: a vector, or one per token, as numbers or base64 of little-endian float32."""
+
+    index: int
+    object: Literal["pooling"]
+    data: list[float | None] | list[list[float | None]] | str
+
+
+class Pooled(Answer):
+    """Response of /pooling."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledInput]
+    usage: Usage
+
+
+class Score(Answer):
+    """How well a document matches its query."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    """Response of /v1/score."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class RerankUsage(Answer):
+    """Token counts of /v1/rerank."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankedText(Answer):
+    """The text of a document."""
+
+    text: str
+
+
+class RerankedDocument(Answer):
+    """A document by its index in the request, and how well it matches the query."""
+
+    index: int
+    document: RerankedText | None = None
+    relevance_score: float
+
+
+class Reranked(Answer):
+    """Response of /v1/rerank, best document first."""
+
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RerankedDocument]

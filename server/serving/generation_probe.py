@@ -55,6 +55,8 @@ class GenerationProbe:
 
     async def _generate(self) -> None:
         params = SamplingParams(max_tokens=1, temperature=0.0)
+        if not self._service.client.info().generates_text:
+            params = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
         deltas = self._service.client.stream(
             f"health:{next(self._numbers)}", prompt_token_ids=[0], params=params, priority=FIRST
         )

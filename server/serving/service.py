@@ -22,6 +22,7 @@ from engine.protocol.outputs import CompletionOutput, OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import ALL_TOKENS
 from engine.text.parsing.tool_use import ToolUse
+from engine.text.scoring import Scoring
 from server.config import ServerConfig
 from server.http.connections import ACCEPTING
 from server.http.direct import DirectWriter
@@ -167,6 +168,7 @@ class Service:
         self._closed = False
         self._tokens: Tokenization | None = None
         self.chat_formats: ChatFormats  # set before `tokens`
+        self.scoring: Scoring  # set before `tokens`
         self.in_flight = 0  # sequences of this API worker that hold queue capacity
         self.unanswered = 0  # admitted requests of this API worker without a complete response
         self._in_flight = self.counters.gauge_index(IN_FLIGHT)
@@ -199,6 +201,7 @@ class Service:
                 self.config.template_seconds,
                 self.config.max_prompt_chars,
             )
+            self.scoring = Scoring(self.client.tokenizer, info)
             if self.before_ready is not None:
                 self.before_ready()
             self._tokens, self.counters.values[self._started] = tokens, 1.0
@@ -443,6 +446,7 @@ class Service:
                 param="min_tokens",
             )
         params.check_hidden_states(info.hidden_state_size)
+        info.check_head(params)
         if params.return_hidden_states:
             _check_hidden_values(len(ids), params, info)
         output = RequestOutput.empty(public_id, prompt, ids, params.n)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from engine.errors import PromptTooLong, RequestError
 from engine.text.conversation import Conversation
+from engine.text.scoring import Scoring
 from engine.text.token_bytes import TokenBytes, TokenPlaces, prompt_places
 from engine.text.tokenizer import Tokenizer
 from server.http.sender import SENDER
@@ -122,6 +123,27 @@ class Tokenization:
                 f"the model's chat template can't render these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from error
+
+    async def pair(
+        self, scoring: Scoring, query: str, document: str, instruction: str | None, limit: int | None, param: str
+    ) -> list[int]:
+        """Return the prompt of a query and a document; see Scoring.pair_ids. Raises RequestError, PromptTooLong."""
+        chars = len(query) + len(document) + len(instruction or "")
+        self._refuse_oversized(chars, param)
+        work = partial(scoring.pair_ids, query, document, instruction, limit, param)
+        return work() if chars <= INLINE_CHARS else await self._threads.run(work, lane_of(chars))
+
+    async def cut(self, text: str, count: int, param: str) -> str:
+        """Return the beginning of a text that its first `count` tokens cover. Raises RequestError, PromptTooLong."""
+        tokenizer = self._require_tokenizer(param)
+        self._refuse_oversized(len(text), param)
+        work = partial(tokenizer.cut, text, count)
+        return work() if len(text) <= INLINE_CHARS else await self._threads.run(work, lane_of(len(text)))
+
+    @property
+    def num_special_tokens(self) -> tuple[int, int]:
+        """How many tokens the tokenizer adds before and after a text."""
+        return (0, 0) if self._tokenizer is None else self._tokenizer.num_special_tokens
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run work on a large answer in a thread."""

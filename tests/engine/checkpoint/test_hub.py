@@ -141,7 +141,23 @@ def test_a_lost_connection_is_retried(hub: Hub, tiny_model: Path) -> None:
 
 
 def test_files_are_chosen_by_name() -> None:
-    names = ["a.json", "x/a.json", "chat_templates/t.jinja", "tokenizer.model", "vocab.txt", "w.bin", "b.safetensors"]
-    assert text_files(names) == ["a.json", "chat_templates/t.jinja", "tokenizer.model", "vocab.txt"]
+    names = [
+        "1_Pooling/config.json",
+        "a.json",
+        "x/a.json",
+        "x/config.json",
+        "chat_templates/t.jinja",
+        "tokenizer.model",
+        "vocab.txt",
+        "w.bin",
+        "b.safetensors",
+    ]
+    assert text_files(names) == [
+        "1_Pooling/config.json",
+        "a.json",
+        "chat_templates/t.jinja",
+        "tokenizer.model",
+        "vocab.txt",
+    ]
     assert weight_files("m", names, "") == ["b.safetensors"]
     assert weight_files("m", [*names, "model.safetensors"], "") == ["model.safetensors"]

@@ -207,7 +207,7 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
     ("changes", "message"),
     [
         ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported; supported are LlamaForCausalLM"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification is not supported"),
         ({"architectures": [], "model_type": None}, r"\(none named\) is not supported"),
         ({"rope_scaling": {"type": "axial"}}, "rope scaling 'axial'.*default, linear, llama3, yarn, dynamic, longrope"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: 'factor' must be a number above 0, found nothing"),

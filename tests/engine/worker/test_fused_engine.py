@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ if not torch.cuda.is_available():
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ConfigError
-from tests.engine.lively import write_lively_model
+from tests.engine.lively import Reference, write_lively_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,6 +129,27 @@ def test_gpu_hidden_states_are_those_that_the_head_reads(model):
         exact = found["float32"][index][: len(prompt)]
         for name in ("block", "torch"):
             assert abs(found[name][index][: len(prompt)] - exact).mean() / abs(exact).mean() < 0.1, name
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"dtype": "float32"}], ids=["fused", "torch", "float32"])
+def test_gpu_vectors_beside_decodes_replay_the_graphs_of_prompts(model, options):
+    reference = Reference(Path(model)).model.model
+    pooled = {mode: SamplingParams(temperature=0.0, max_tokens=0, pooling=mode) for mode in ("last", "mean")}
+    params = [params for _ in prompts() for params in (*pooled.values(), GREEDY)]
+    with Engine(EngineConfig(model=model, **(SETTINGS | {"dtype": "bfloat16"} | options))) as engine:
+        repeated = [prompt for prompt in prompts() for _ in range(3)]
+        outputs = engine.generate(prompt_token_ids=repeated, sampling_params=params)
+        engine.idle_check()
+        assert dict(engine.stats().graphs["fallbacks"]) == {}
+    for output, prompt, one in zip(outputs, repeated, params, strict=True):
+        if one.pooling is None:
+            assert len(output.token_ids) == 24
+            continue
+        with torch.inference_mode():
+            hidden = reference(torch.tensor([prompt]), use_cache=False).last_hidden_state[0]
+        expected = (hidden[-1] if one.pooling == "last" else hidden.mean(0)).numpy()
+        error = abs(output.hidden_states[0] - expected).mean() / abs(expected).mean()
+        assert error < (1e-3 if "dtype" in options else 0.1), (len(prompt), one.pooling)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,18 @@ from server.schemas.foreign_fields import (
     COMPLETIONS,
     COUNT_TOKENS,
     DETOKENIZE,
+    EMBEDDINGS,
     FOREIGN_FIELDS,
     GENERATE,
     MESSAGES,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OPTIONS,
+    POOLING,
+    RERANK,
     RESPONSES,
     SAMPLING,
+    SCORE,
     STREAM_OPTIONS,
     TOKEN_SAMPLING,
     TOKENIZE,
@@ -35,6 +39,7 @@ from server.schemas.foreign_fields import (
 from server.schemas.generate import GenerateBody
 from server.schemas.ollama import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from server.schemas.openai_responses import ResponsesBody
+from server.schemas.pooling import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
 from server.schemas.token_generate import SERVED_SAMPLING, TokenGenerateBody
 
@@ -48,6 +53,10 @@ BODIES = {
     DETOKENIZE: {"tokens": [5, 6]},
     MESSAGES: {"model": "tiny", "messages": [{"role": "user", "content": "red"}], "max_tokens": 3, "temperature": 0},
     RESPONSES: {"input": "red", "max_output_tokens": 3, "temperature": 0},
+    EMBEDDINGS: {"input": "red"},
+    POOLING: {"input": "red"},
+    SCORE: {"text_1": "red", "text_2": "blue"},
+    RERANK: {"query": "red", "documents": ["blue"]},
     COUNT_TOKENS: {"model": "tiny", "messages": [{"role": "user", "content": "red"}]},
     OLLAMA_CHAT: {
         "model": "tiny", "messages": [{"role": "user", "content": "red"}], "stream": False, "options": OLLAMA_OPTIONS,
@@ -58,6 +67,7 @@ MODELS = {
     COMPLETIONS: CompletionBody, CHAT: ChatBody, GENERATE: GenerateBody, TOKENIZE: TokenizeBody,
     DETOKENIZE: DetokenizeBody, TOKENS: TokenGenerateBody, STREAM_OPTIONS: StreamOptions,
     RESPONSES: ResponsesBody, MESSAGES: MessagesBody, COUNT_TOKENS: CountTokensBody,
+    EMBEDDINGS: EmbeddingBody, POOLING: PoolingBody, SCORE: ScoreBody, RERANK: RerankBody,
     OLLAMA_CHAT: OllamaChatBody, OLLAMA_GENERATE: OllamaGenerateBody, OPTIONS: OllamaOptions,
 }  # fmt: skip
 ROOT = Path(__file__).parents[3]
@@ -96,6 +106,7 @@ def entries(kind):
 
 def openai_fields():
     from openai.types import completion_create_params as completion
+    from openai.types import embedding_create_params as embedding
     from openai.types.chat import chat_completion_stream_options_param as stream_options
     from openai.types.chat import completion_create_params as chat
     from openai.types.responses import response_create_params as responses
@@ -105,6 +116,7 @@ def openai_fields():
         COMPLETIONS: names(completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
         CHAT: names(chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming),
         RESPONSES: names(responses.ResponseCreateParamsBase, responses.ResponseCreateParamsStreaming),
+        EMBEDDINGS: names(embedding.EmbeddingCreateParams),
         STREAM_OPTIONS: names(stream_options.ChatCompletionStreamOptionsParam),
     }
 
@@ -196,13 +208,17 @@ def text_of(answer):
         return choice.get("text") or choice.get("message") or choice["token_ids"]
     if "output" in answer:
         return [item["content"] for item in answer["output"]]
+    if "data" in answer or "results" in answer:
+        found = json.dumps(answer.get("data") or answer["results"])  # batches round differently
+        return json.loads(found, parse_float=lambda digits: round(float(digits), 4))
     names = ("tokens", "content", "input_tokens", "text", "message", "response")
     return next(answer[name] for name in names if name in answer)
 
 
 @pytest.mark.parametrize("place", MODELS)
 def test_an_unknown_field_is_refused_with_the_nearest_name(server, place):
-    nearest = next(name for name in ("temperature", "include_usage", "prompt", "messages", "tokens", "token_ids")
+    names = ("temperature", "include_usage", "prompt", "messages", "tokens", "token_ids", "instruction", "input")
+    nearest = next(name for name in names
                    if name in MODELS[place].model_fields or (place == GENERATE and name == "tokens"))  # fmt: skip
     misspelt = "texts" if place == GENERATE else f"{nearest[:-1]}z"
     hint = "text" if place == GENERATE else nearest
