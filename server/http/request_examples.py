@@ -48,7 +48,9 @@ REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "/update_weight_version": {"new_version": "step-1"},
     "/weight_checker": {"action": "checksum"},
     "/update_weights_from_disk": {"model_path": "/models/step-1", "weight_version": "step-1"},
-    "/init_weight_transfer_engine": {"init_info": {"master_address": "localhost", "master_port": 29600, "world_size": 2}},
+    "/init_weight_transfer_engine": {
+        "init_info": {"master_address": "localhost", "master_port": 29600, "world_size": 2}
+    },
     "/init_weights_update_group": {"master_address": "localhost", "master_port": 29600, "world_size": 2},
     "/destroy_weights_update_group": {"group_name": "weight_update_group"},
     "/update_weights_from_distributed": {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[576]]},

@@ -248,6 +248,28 @@ OF_BODY["OllamaMessage"] = {
     "tool_name": "the function whose result this is",
     "tool_call_id": "the call whose result this is; default: the first one without a result",
 }
+_GROUP = {
+    "master_address": "host of the trainer's group of processes",
+    "master_port": "port of the trainer's group of processes, which rank 0 listens on",
+    "rank_offset": "this server's rank; default 1",
+    "world_size": "number of processes in the group: rank_offset + 1",
+    "group_name": "name of the group",
+    "backend": "gloo or nccl; default: by the server's device",
+}
+_TENSORS = {
+    "names": "names of the tensors, in the order in which they are sent",
+    "dtypes": "dtype of each tensor, such as bfloat16",
+    "shapes": "shape of each tensor",
+}
+OF_BODY["InitTransferBody"] = {"init_info": "where the trainer's group of processes is, and whether tensors are packed"}
+OF_BODY["InitUpdateGroupBody"] = _GROUP
+OF_BODY["DestroyUpdateGroupBody"] = {"group_name": _GROUP["group_name"]}
+OF_BODY["DistributedUpdateBody"] = _TENSORS | {
+    "group_name": _GROUP["group_name"],
+    "weight_version": "name of the new weights",
+    "abort_all_requests": "abort all requests before",
+    "load_format": "flattened_bucket: all tensors come in one buffer",
+}
 OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 

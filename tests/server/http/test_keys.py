@@ -20,7 +20,8 @@ INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/model
              "/detokenize", "/tokenizer_info", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
              "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items",
              "/v1/responses/{response_id}/cancel", "/v1/chat/completions/batch", "/invocations",
-             "/inference/v1/generate",
+             "/inference/v1/generate", "/v1/embeddings", "/pooling", "/v1/score", "/score", "/v1/rerank", "/rerank",
+             "/v2/rerank",
              *(f"/api/{name}" for name in (
                  "chat", "generate", "tags", "ps", "show", "version", "embed", "embeddings", "pull", "push", "create",
                  "copy", "delete", "blobs/{digest}",
