@@ -27,9 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from engine import Engine, EngineConfig
 from engine.checkpoint.source import resolve_model
-from engine.protocol.outputs import RequestOutput
 
-QUESTIONS, GROUP = 16, 8  # questions per step, answers per question
+GROUP = 8  # answers per question
 GIVEN, WANTED = 3, 7  # digits of a question and of its answer
 EPOCHS, CLIP = 2, 0.2  # passes over a step's samples; how far a ratio of probabilities may move from 1
 TINY = "tiny"
@@ -55,20 +54,22 @@ def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def pack(outputs: list[RequestOutput]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Sample = tuple[list[int], list[int], list[float]]  # token ids of a question and an answer, and log-probabilities
+
+
+def pack(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the samples padded on the right.
 
     ids [n, t], mask [n, t - 1] of the tokens that were sampled, and the engine's log-probabilities [n, t - 1] of them.
     """
-    samples = [(output.prompt_token_ids, one) for output in outputs for one in output.outputs]
-    longest = max(len(prompt) + len(one.token_ids) for prompt, one in samples)
+    longest = max(len(question) + len(answer) for question, answer, _ in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     mask, sampled = torch.zeros(len(samples), longest - 1), torch.zeros(len(samples), longest - 1)
-    for row, (prompt, one) in enumerate(samples):
-        start, end = len(prompt), len(prompt) + len(one.token_ids)
-        ids[row, :end] = torch.tensor([*prompt, *one.token_ids])
+    for row, (question, answer, log_probs) in enumerate(samples):
+        start, end = len(question), len(question) + len(answer)
+        ids[row, :end] = torch.tensor([*question, *answer])
         mask[row, start - 1 : end - 1] = 1
-        sampled[row, start - 1 : end - 1] = torch.tensor([entry.logprob for entry in one.logprobs])
+        sampled[row, start - 1 : end - 1] = torch.tensor(log_probs)
     return ids, mask, sampled
 
 
@@ -83,6 +84,25 @@ def loss_of(found: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, adva
     ratio = (found - sampled).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return -(gain * mask).sum() / mask.sum()
+
+
+def improve(
+    trainer: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: list[Sample], advantages: torch.Tensor
+) -> float:
+    """Train on the samples, whose advantages are [questions, group].
+
+    Returns the largest difference between the engine's and the trainer's log-probability of a token, before training.
+    """
+    ids, mask, sampled = pack(samples)
+    for epoch in range(EPOCHS):
+        found = log_probabilities(trainer, ids)
+        if epoch == 0:
+            difference = ((found.detach() - sampled) * mask).abs().max().item()
+        optimizer.zero_grad()
+        loss_of(found, sampled, mask, advantages.reshape(-1, 1)).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
+        optimizer.step()
+    return difference
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -104,12 +124,12 @@ class Run:
         return statistics.mean(self.rewards[-10:]) / max(statistics.mean(self.rewards[:10]), 1e-9)
 
 
-def train(folder: str, steps: int, seed: int, learning_rate: float, graphs: str = "local") -> Run:
-    """Train the model of `folder` in memory, and return what happened."""
+def train(folder: str, steps: int, seed: int, num_questions: int, learning_rate: float, graphs: str = "local") -> Run:
+    """Train the model of `folder` in memory, with `num_questions` per step, and return what happened."""
     torch.manual_seed(seed)
     generator, run = random.Random(seed), Run()
     trainer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = {"max_num_seqs": QUESTIONS * GROUP, "max_model_len": 64, "num_threads": torch.get_num_threads()}
+    settings = {"max_num_seqs": num_questions * GROUP, "max_model_len": 64, "num_threads": torch.get_num_threads()}
     config = EngineConfig(
         model=folder, dtype="float32", warmup="full", cuda_graph_impl=graphs, graph_manifest="none", seed=seed,
         progress=False, **settings,
@@ -120,7 +140,7 @@ def train(folder: str, steps: int, seed: int, learning_rate: float, graphs: str 
         run.captured_before = captures(engine)
         for step in range(1, steps + 1):
             started = time.perf_counter()
-            asked = questions(QUESTIONS, generator)
+            asked = questions(num_questions, generator)
             outputs = engine.generate(
                 prompts=[question for question, _ in asked],
                 sampling_params={"n": GROUP, "max_tokens": WANTED, "logprobs": 0},
@@ -131,23 +151,19 @@ def train(folder: str, steps: int, seed: int, learning_rate: float, graphs: str 
                 [reward(one.text, answer) for one in output.outputs]
                 for output, (_, answer) in zip(outputs, asked, strict=True)
             ])  # fmt: skip
-            advantages = group_advantages(rewards).reshape(-1, 1)
-            ids, mask, sampled = pack(outputs)
-            for epoch in range(EPOCHS):
-                found = log_probabilities(trainer, ids)
-                if epoch == 0:  # the same weights, so the same log-probabilities
-                    difference = ((found.detach() - sampled) * mask).abs().max().item()
-                    run.difference = max(run.difference, difference)
-                optimizer.zero_grad()
-                loss_of(found, sampled, mask, advantages).backward()
-                torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
-                optimizer.step()
+            advantages = group_advantages(rewards)
+            samples = [
+                (output.prompt_token_ids, one.token_ids, [entry.logprob for entry in one.logprobs])
+                for output in outputs
+                for one in output.outputs
+            ]
+            run.difference = max(run.difference, improve(trainer, optimizer, samples, advantages))
             engine.weights_changed(f"step-{step}")
 
             run.rewards.append(rewards.mean().item())
             run.rollout_ms.append(1000 * (generated - started))
             run.step_ms.append(1000 * (time.perf_counter() - started))
-            if step % 20 == 0 or step == steps:
+            if step % max(1, steps // 10) == 0 or step == steps:
                 recent = statistics.mean(run.rewards[-10:])
                 print(f"seed {seed}  step {step:4}  reward {recent:.3f}  {run.step_ms[-1]:5.0f} ms", flush=True)
         run.captured_after = captures(engine)
@@ -222,13 +238,15 @@ def main(options: argparse.Namespace) -> None:
     """Train once per seed, and print a row each."""
     is_tiny = options.model == TINY
     steps = options.steps or (200 if is_tiny else 40)
-    learning_rate = options.learning_rate or (2e-3 if is_tiny else 1e-5)
+    settings = {"num_questions": 16 if is_tiny else 4, "learning_rate": 2e-3 if is_tiny else 1e-5}
+    if options.learning_rate:
+        settings["learning_rate"] = options.learning_rate
     with tempfile.TemporaryDirectory() as place:
         folders = [os.path.join(place, str(seed)) for seed in range(options.seeds)]
         for seed, folder in enumerate(folders):
             save_model(options.model, folder, seed)
-        runs = [train(folder, steps, seed, learning_rate) for seed, folder in enumerate(folders)]
-        slow = train(folders[0], min(steps, 20), 0, learning_rate, graphs="none") if options.compare else None
+        runs = [train(folder, steps, seed, **settings) for seed, folder in enumerate(folders)]
+        slow = train(folders[0], min(steps, 20), 0, graphs="none", **settings) if options.compare else None
     print("\nseed  first 10  last 10  gain  largest difference  captures  recaptures  graphs dropped")
     for seed, run in enumerate(runs):
         first, last = statistics.mean(run.rewards[:10]), statistics.mean(run.rewards[-10:])
