@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import Engine, EngineConfig
 from engine.integrations.trl import RolloutFunc
+from engine.integrations.trl_async import RolloutWorker, WeightTransfer
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed", allow_module_level=True)
@@ -84,3 +87,41 @@ def test_trl_trains_on_the_engines_rollouts(
     assert max(rollouts.differences) < 1e-4
     assert after["captures"] == before and after["invalidations"] == [] and version == f"step-{steps - 1}"
     assert len([one for one in caplog.records if "importance correction" in one.message]) == 1
+
+
+def test_trls_asynchronous_batches_are_made_of_the_workers_samples(tiny_model: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo import async_grpo_trainer as trl_async
+    config = EngineConfig(model=str(tiny_model), dtype="float32", max_num_seqs=8, max_model_len=128, num_threads=1,
+                          graph_manifest="none", progress=False)  # fmt: skip
+    args = SimpleNamespace(
+        max_completion_length=5, temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
+        num_generations=4, queue_maxsize=8,
+    )  # fmt: skip
+    with Engine(config) as engine:
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        worker = RolloutWorker(engine, [{"prompt": "red bird"}, {"prompt": "old house"}], even, tokenizer, args)
+        for protocol, ours in (
+            (trl_async.RolloutWorkerProtocol, worker),
+            (trl_async.WeightTransferProtocol, WeightTransfer(worker)),
+        ):
+            names = {name for name in (*vars(protocol), *protocol.__annotations__) if not name.startswith("_")}
+            assert {name for name in names if not hasattr(ours, name)} == set()
+        metrics: dict[str, list[Any]] = defaultdict(list)
+        samples = trl_async.RolloutQueueDataset(
+            worker.rollout_buffer, lambda: worker.model_version, worker.check_health, 60.0, metrics
+        )
+        worker.start()
+        rows = next(iter(trl_async.FixedCountBatcher(samples, num_processes=1, microbatch_size=8)))
+        worker.stop()
+        batch = trl_async.DataCollatorForRollout(pad_token_id=0, metrics=metrics)([rows])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected = []
+    for one in rows[0].samples:
+        ids = torch.from_numpy(one["input_ids"])[None]
+        with torch.no_grad():
+            found = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected.append(found[torch.from_numpy(one["completion_mask"][1:]).bool()])
+    assert torch.allclose(batch["old_log_probs"][0], torch.cat(expected), atol=1e-4)
+    assert len(metrics["reward"]) == 1 and 0 <= metrics["reward"][0] <= 1
