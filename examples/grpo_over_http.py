@@ -29,7 +29,7 @@ from grpo import GROUP, WANTED, group_advantages, improve, questions, reward, sa
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-QUESTIONS = 16  # per step
+QUESTIONS = 10  # per step
 
 
 class Server:
