@@ -250,7 +250,7 @@ def main(options: argparse.Namespace) -> None:
         runs = [train(folder, steps, seed, **settings) for seed, folder in enumerate(folders)]
         compared: dict[str, list[Run]] = {"local": [], "none": []}
         for impl in ("local", "none") * 2 if options.compare else ():  # in turns, so that both are disturbed alike
-            compared[impl].append(train(folders[0], min(steps, 20), 0, graphs=impl, **settings))
+            compared[impl].append(train(folders[0], min(steps, 10), 0, graphs=impl, **settings))
     print("\nseed  first 10  last 10  gain  largest difference  captures  recaptures  graphs dropped")
     for seed, run in enumerate(runs):
         first, last = statistics.mean(run.rewards[:10]), statistics.mean(run.rewards[-10:])
