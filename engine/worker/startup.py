@@ -151,7 +151,7 @@ def _with_quantization(
 def _say_if_lowered(config: EngineConfig, source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
     """Warn if `auto` settings chose bfloat16 for a checkpoint that stores more digits."""
     is_auto = config.dtype == "auto" and config.cpu_weight_format == "auto" and config.load_format != "dummy"
-    is_auto = is_auto and model.quantization is None
+    is_auto = is_auto and model.quantization is None and config.requested_quantization is None
     if is_auto and source.kind == "hf" and dtype == torch.bfloat16 and model.dtype in ("float32", "float16"):
         logger.warning(
             "%s is stored in %s and runs in bfloat16, as dtype='auto' chooses here; for log-probabilities that agree "
