@@ -51,7 +51,7 @@ FLOORS = {
         ("client",),
         ("training_engine", "generation"),
         ("engine",),
-        ("bench", "library"),
+        ("bench", "library", "integrations"),
     ),
     "server": (
         ("config", "version", "formatting"),

@@ -155,12 +155,31 @@ def topologies() -> Canvas:
     return c
 
 
+def rl_loop() -> Canvas:
+    """A step of reinforcement learning with the engine in the trainer's process."""
+    c = Canvas(960, 330, "The loop of reinforcement learning")
+    c.group(20, 10, 920, 300, "one process")
+    c.box(50, 44, 250, 76, "generate", "teal", "replays of graphs: token ids,\nlog-probabilities, weight version")
+    c.box(380, 44, 190, 76, "score", "plain", "rewards, advantages")
+    c.box(660, 44, 250, 76, "train", "blue", "forward, loss, backward,\noptimizer step")
+    c.arrow((300, 82), (380, 82))
+    c.arrow((570, 82), (660, 82))
+    c.arrow((700, 120), (700, 168), (260, 168), (260, 120))
+    c.text(480, 160, "weights_changed: drop the KV of the old weights", "small", "middle")
+    c.box(50, 226, 860, 60, "weights", "orange", "one storage for engine and trainer (share_weights): same addresses")
+    c.arrow((820, 120), (820, 226), text="write")
+    c.arrow((130, 226), (130, 120), text="read")
+    c.text(480, 206, "no copy, and no graph is captured again", "small", "middle")
+    return c
+
+
 PICTURES: dict[str, Callable[[], Canvas]] = {
     "request-path": request_path,
     "memory-pool": memory_pool,
     "capture-and-replay": capture_and_replay,
     "training-order": training_order,
     "topologies": topologies,
+    "rl-loop": rl_loop,
 }
 
 

@@ -103,6 +103,7 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
     weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     if model_config.quantization is not None:
         logger.info("%s", describe(model_config.quantization, device))
+    _say_if_lowered(config, source, model_config, dtype)
     # rejects invalid sizes; the pages are counted when the weights are loaded
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), model_config, device, dtype)
     return WorkerPlan(
@@ -145,6 +146,18 @@ def _with_quantization(
     if is_cpu_int4 and (source.kind == "gguf" or (single and config.dtype != "float32" and int4_available())):
         return model
     return dataclasses.replace(model, quantization=online_quantization(requested))
+
+
+def _say_if_lowered(config: EngineConfig, source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Warn if `auto` settings chose bfloat16 for a checkpoint that stores more digits."""
+    is_auto = config.dtype == "auto" and config.cpu_weight_format == "auto" and config.load_format != "dummy"
+    is_auto = is_auto and model.quantization is None and config.requested_quantization is None
+    if is_auto and source.kind == "hf" and dtype == torch.bfloat16 and model.dtype in ("float32", "float16"):
+        logger.warning(
+            "%s is stored in %s and runs in bfloat16, as dtype='auto' chooses here; for log-probabilities that agree "
+            "with a trainer's, set dtype to the trainer's (--dtype)",
+            source.name, model.dtype,
+        )  # fmt: skip
 
 
 def _without_cpu_graphs(config: EngineConfig, device: torch.device) -> EngineConfig:
