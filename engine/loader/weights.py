@@ -216,7 +216,7 @@ def check_update(
         problem = _tensor_problem(plain if _is_plain(plain, name, tensor) else slots, name, tensor)
         if problem is None and name in staged:
             problem = f"{name} appears twice"
-        if problem is None and check_finite and not bool(torch.isfinite(tensor.float()).all()):
+        if problem is None and check_finite and not _is_finite(tensor):
             problem = f"{name} contains NaN or infinity"
         if problem is None:
             staged[name] = tensor
@@ -237,6 +237,14 @@ def check_update(
     if problems:
         raise WeightUpdateError(f"weight update rejected, the old weights still serve: {_join_problems(problems)}")
     return staged
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or infinite. Reads the tensor once and allocates nothing of its size."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # PyTorch has no minimum of fp8
+    return bool(torch.isfinite(torch.stack(torch.aminmax(wide))).all())  # both are NaN if any value is
 
 
 def write_update(slots: Mapping[str, Slot], staged: Mapping[str, Tensor]) -> None:

@@ -121,7 +121,7 @@ def fail_midway(weights):
 def test_a_row_of_nan_fails_its_request_and_leaves_clean_pages_on_every_rank(engine, lively_model, reference):
     weights = dict(iterate_safetensors(lively_model))
     name = "model.layers.0.input_layernorm.weight"
-    engine.update_weights([(name, torch.full_like(weights[name], float("nan")))], version="nan")
+    engine.update_weights([(name, torch.full_like(weights[name], 3e38))], version="huge")
     [output] = engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(9))
     assert output.finish_reason == "error" and "not finite" in output.outputs[0].error
     engine.update_weights([(name, weights[name])], version="clean")

@@ -1,4 +1,4 @@
-"""Weight updates in a running engine: in place, all or nothing; moved weights; NaN weights."""
+"""Weight updates in a running engine: in place, all or nothing; moved weights; values that are not finite."""
 
 from __future__ import annotations
 
@@ -182,13 +182,28 @@ def test_a_moved_weight_is_detected_before_the_next_replay(make_engine, warmup):
     assert found[0] == found[1] != found[2] == found[3]
 
 
-# ---- NaN weights ---------------------------------------------------------------------------------------------------
+# ---- weights that are not finite, or whose products are not --------------------------------------------------------
+
+HUGE = 3e38  # sums of products with it are infinite in float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_update_with_values_that_are_not_finite_is_refused_by_name(make_engine, reference, value):
+    engine = make_engine()
+    weights = {name: tensor.clone() for name, tensor in engine.loop.executor.worker.runner.model.named_weights()}
+    spoiled = [name for name in weights if "v_proj" in name]
+    for name in spoiled:
+        weights[name][-1, -1] = value
+    with pytest.raises(WeightUpdateError) as refusal:
+        engine.update_weights(weights, version="spoiled")
+    assert all(f"{name} contains NaN or infinity" in str(refusal.value) for name in spoiled)
+    assert engine.weight_version == "initial" and answers(engine) == expected(reference)
 
 
 def spoil(engine) -> None:
     name = "model.layers.0.self_attn.v_proj.weight"
-    nan = torch.full_like(dict(engine.loop.executor.worker.runner.model.named_weights())[name], float("nan"))
-    engine.update_weights([(name, nan)], version="spoiled")
+    huge = torch.full_like(dict(engine.loop.executor.worker.runner.model.named_weights())[name], HUGE)
+    engine.update_weights([(name, huge)], version="spoiled")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +215,9 @@ def spoil(engine) -> None:
         SamplingParams(max_tokens=0, prompt_logprobs=2),
     ],
 )
-def test_nan_weights_fail_requests_until_the_next_good_update(make_engine, reference, lively_model, params):
+def test_weights_with_infinite_products_fail_requests_until_the_next_good_update(
+    make_engine, reference, lively_model, params
+):
     engine = make_engine(num_pages=40)
     engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy(3))
     spoil(engine)
