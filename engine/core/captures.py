@@ -16,6 +16,7 @@ from graph_cache.keys import GraphKey
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 5.0
+MAX_STALL_SECONDS = 0.5  # for which a capture on a CPU may hold up live requests
 ASKED = "asked"  # invalidation reason of graphs that an operator dropped
 CPU_CAPTURE_SHARE, GPU_CAPTURE_SHARE = 0.08, 0.5  # of the time, while requests are live
 
@@ -54,6 +55,7 @@ class Captures:
         self._log = CaptureLog()
         self._is_requested = False  # capture between steps also under warm-up `lazy`, until nothing is missing
         self._next_capture = 0.0
+        self._waits_for_idle = False  # a capture took too long beside live requests
 
     def warm(
         self, progress: Callable[[int, int, Any], None] | None = None, wanted: Sequence[GraphKey] | None = None
@@ -88,17 +90,24 @@ class Captures:
         Under warm-up `background` this captures all of them over time, under `full` only those dropped as stale. While
         requests are live (`has_work`), captures take at most a share of the time. A step may be in flight: the capture
         runs after it on the device and restores the static inputs. On a CPU a capture is given up soon after
-        `is_interrupted()` is true, and tried again later.
+        `is_interrupted()` is true, and tried again later; beside live requests also after MAX_STALL_SECONDS, and then
+        tried again without them.
         """
         now = time.monotonic()
         is_lazy = self._config.warmup == "lazy" and not self._is_requested
-        if is_lazy or (has_work and now < self._next_capture):
+        self._waits_for_idle &= has_work
+        if is_lazy or (has_work and (now < self._next_capture or self._waits_for_idle)):
             return False
         backend = self._cache.pool.backend
+
+        def has_stalled() -> bool:
+            return has_work and time.monotonic() > now + MAX_STALL_SECONDS
+
         try:
-            with backend.interrupts.allow(is_interrupted):
+            with backend.interrupts.allow(lambda: has_stalled() or is_interrupted()):
                 captured = self.capture_next()
         except CaptureInterrupted:
+            self._waits_for_idle = has_stalled()
             return False
         missing = len(self._cache.pending())
         self._log.captured(missing, is_last=not captured)

@@ -125,3 +125,20 @@ def test_the_log_says_how_far_the_captures_are(make_engine, caplog, monkeypatch)
     assert lines[0] == f"capturing {total} graphs between requests; until then their steps run eager"
     assert lines[1:-1] == [f"captured {index} of {total} graphs" for index in range(2, total + 1)]
     assert lines[-1].startswith(f"captured {total} graphs in ") and lines[-1].endswith("; none is missing")
+
+
+def test_a_capture_that_holds_up_live_requests_for_long_waits_until_there_are_none(make_engine, monkeypatch):
+    monkeypatch.setattr("engine.core.captures.MAX_STALL_SECONDS", 0.0)
+    monkeypatch.setattr("graph_cache.interrupts.POLL_SECONDS", 0.0)
+    with make_engine(warmup="background") as engine:
+        loop = engine.loop
+        pending = list(loop.executor.graphs.pending())
+        loop.add(EngineRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=PARAMS))
+        while loop.has_work:
+            assert loop.executor.graphs.pending() == pending
+            loop.step()
+            captured = loop.scheduler.has_work and loop.capture_between_steps()
+            assert not captured
+        while loop.capture_between_steps():
+            pass
+        assert not loop.executor.graphs.pending()
