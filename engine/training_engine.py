@@ -378,7 +378,7 @@ class TrainingEngine:
     def _layers_of_transformers(self, model: nn.Module) -> list[Part] | None:
         """Return the layers of a model of transformers, or the parts of them that `cuda_graph_modules` names.
 
-        Layers of vision towers are left out; a section of its own captures them. None: another model, or a tower alone.
+        Layers of vision towers are left out; a separate section captures them. None: another model, or a tower alone.
         """
         wrapped = is_data_parallel(model) and isinstance(getattr(model, "module", None), nn.Module)
         inner: Any = model.module if wrapped else model

@@ -73,7 +73,7 @@ class StepStates:
         return values if self.ends is None else values.index_select(0, (self.ends - 1).clamp(min=0))
 
     def write(self, layer: int, *states: Tensor) -> None:
-        """Store the states [C, *shape] after each chunk. Those of padding are dropped."""
+        """Store the states [C, *shape] after each chunk. The states of padding are dropped."""
         for whole, state in zip(self.tensors(layer), states, strict=True):
             whole.index_copy_(0, self.entries, state.to(whole.dtype))
             whole[0].zero_()  # otherwise padding rows would depend on earlier steps, and two replays would differ

@@ -63,8 +63,8 @@ def with_sinks(
     """Return q, k, v and mask with one more key per KV head, whose score is the query head's sink and whose value is 0.
 
     q [..., D], k and v [b, KV, S, D], mask [..., S], sinks of q's shape but for a last dimension of 1. The score is
-    carried by dimensions of its own: `sink` in the queries times 1 / scale in the key, which is split into two numbers
-    so that nothing is lost in 16 bits. scaled_dot_product_attention needs values as wide as the keys.
+    carried by SINK_DIMS further dimensions: `sink` in the queries times 1 / scale in the key, which is split into two
+    numbers so that nothing is lost in 16 bits. scaled_dot_product_attention needs values as wide as the keys.
     """
     q = torch.cat((q, sinks.expand(*q.shape[:-1], 2), q.new_zeros(*q.shape[:-1], SINK_DIMS - 2)), dim=-1)
     k, v = F.pad(k, (0, SINK_DIMS, 0, 1)), F.pad(v, (0, SINK_DIMS, 0, 1))

@@ -58,7 +58,7 @@ _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
 def sampling_defaults(setting: str, source: ModelSource) -> dict[str, Any]:
     """Return the sampling parameters that `setting` (EngineConfig.generation_config) and the model recommend.
 
-    Keys and values are those of SamplingParams; `do_sample: false` is temperature 0. Logs them, and the ones that can't
+    Keys and values follow SamplingParams; `do_sample: false` is temperature 0. Logs them, and the ones that can't
     be applied. Raises ConfigError for a folder without the file, ModelError for an invalid value.
     """
     if setting == ENGINE:

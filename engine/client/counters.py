@@ -1,6 +1,6 @@
 """Keep counters monotonic across engine restarts: add the totals of ended processes to the running one's.
 
-Gauges are always those of the running process.
+Gauges always come from the running process.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from engine.protocol.request import TokenEvent
 def encode_events(events: Iterable[TokenEvent]) -> Events:
     """Encode the events of a step, with plain ones as columns. The order within each sequence is kept."""
     columns: list[Tokens] = []
-    open_columns: dict[bool, Tokens] = {}  # by whether they have log-probabilities; those of a request all do or don't
+    open_columns: dict[bool, Tokens] = {}  # by presence of logprobs, which a request's events all have or all lack
     rest: list[TokenEvent] = []
     deferred: set[str] = set()  # requests with an event in `rest`; their later events go there too, to keep the order
     for event in events:

@@ -166,7 +166,7 @@ class EngineLoop:
         return queued + self.constraints.compiling + list(self._pause.held.values())
 
     def take_events(self) -> list[TokenEvent]:
-        """Return the pending events, such as those of requests just aborted."""
+        """Return the pending events, such as the events of requests just aborted."""
         events, self.finisher.events = self.finisher.events, []
         return events
 

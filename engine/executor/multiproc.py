@@ -1,4 +1,4 @@
-"""The executor of several ranks: rank 0's worker in this process, each other worker in a process of its own.
+"""The executor of several ranks: rank 0's worker in this process, each other worker in a separate process.
 
 A step is one message to the other ranks, the StepInput that rank 0 executes too. Ranks synchronise only through their
 collectives. Logits are gathered and sampling is stateless, so that equal steps give equal tokens on all ranks.

@@ -38,7 +38,7 @@ class RolloutFunc:
       afterwards. Needs the engine's dtype and device to be the trainer's.
     - "copy": each call copies the trainer's parameters with `update_weights`, which converts dtypes.
 
-    Sampling parameters are those of the trainer's GRPOConfig, with its `generation_kwargs`. Raises ConfigError at the
+    Sampling parameters come from the trainer's GRPOConfig, with its `generation_kwargs`. Raises ConfigError at the
     first call for what the engine can't do: adapters (PEFT), sharded parameters, tools and environments, images.
     """
 

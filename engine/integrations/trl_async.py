@@ -40,8 +40,8 @@ STOP_SECONDS = 60.0  # for the batch in progress
 class RolloutSample:
     """A scored completion, with the fields that TRL's trainer reads.
 
-    `input_ids` int64 [t] are those of the prompt and the completion; `completion_mask` int64 [t] and `old_log_probs`
-    float32 [t] are 0 at the prompt's.
+    `input_ids` int64 [t] are the token ids of the prompt and the completion; `completion_mask` int64 [t] and
+    `old_log_probs` float32 [t] are 0 at the prompt's tokens.
     """
 
     prompt: Any

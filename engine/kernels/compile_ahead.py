@@ -124,7 +124,7 @@ def _is_supported() -> bool:
 
 @functools.cache
 def hash_triton() -> threading.Thread:
-    """Return the thread that computes Triton's hash of its own files, which is part of every key of its cache.
+    """Return the thread that computes Triton's hash of the package's files, which is part of every key of its cache.
 
     The hash takes about a second, mostly without Python's global lock: call this early, while other things load.
     """
@@ -244,7 +244,7 @@ class _Tasks:
         return [error for task in self.tasks if (error := task.exception()) is not None] + self._load_errors
 
     def _turn(self, index: int) -> int:
-        """Return when this rank compiles a kernel: 0 for its own share, then those of the next ranks."""
+        """Return when this rank compiles a kernel: 0 for its own share, then 1, 2, .. for the next ranks' shares."""
         return (index - self._rank) % self._num_ranks
 
     def _set_device(self) -> None:
@@ -264,7 +264,7 @@ class _Tasks:
         return kernel
 
     def _compile_in_process(self, variables: Mapping[str, Any]) -> None:
-        """Put the kernel of a task of Triton's into its cache on disk. `variables` are those of the task's function."""
+        """Put the kernel of a Triton task into the cache on disk. `variables`: closure variables of its function."""
         source, target, options = (variables[name] for name in ("src", "target", "options"))
         key = cache.get_cache_key(source, make_backend(target), options, variables["env_vars"])
         folder = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())

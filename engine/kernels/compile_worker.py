@@ -31,7 +31,7 @@ class CompileWorkers:
         self._is_closed = False
 
     def compile(self, source: Any, target: Any, options: dict[str, Any]) -> None:
-        """Put one kernel into Triton's cache on disk. The arguments are those of `triton.compile`.
+        """Put one kernel into Triton's cache on disk. Takes the arguments of `triton.compile`.
 
         Raises RuntimeError if the kernel does not compile or the child can't be started, has ended or is closed, and
         what pickle raises.
@@ -84,7 +84,7 @@ def import_kernel(module: str, name: str) -> Any:
 
 
 def compute_key(kernel: Any) -> None:
-    """Compute the key of a kernel's source in Triton's cache, after those of the functions that it calls.
+    """Compute the key of a kernel's source in Triton's cache, after the keys of the functions that it calls.
 
     Triton 3.6 leaves the constants of a called function out of a key if it has not computed that function's key before:
     a key would depend on which kernels a process has compiled.
@@ -99,7 +99,7 @@ def compute_key(kernel: Any) -> None:
 def main(pipe: Connection, triton_key: str) -> None:
     """Compile the kernels that the parent sends until it ends. Answers None, or the error as text.
 
-    `triton_key` is Triton's hash of its own files, which takes a second to compute.
+    `triton_key` is Triton's hash of the package's files, which takes a second to compute.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory that the parent has planned to use
     cache.triton_key = lambda: triton_key

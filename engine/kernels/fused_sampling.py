@@ -82,7 +82,7 @@ def sample_slots(
 ) -> None:
     """Sample like `sample_slots` of engine/sampling/slot_sampling.py; `limits` other than "none" are alike here.
 
-    `hash_constants` are those of `uniform` in engine/sampling/ops.py.
+    `hash_constants` are the constants of `uniform` in engine/sampling/ops.py.
 
     Programs of rows that argmax is enough for, and of padding, return at once. Only `processors` makes a float32 copy
     of the active rows' logits.
@@ -123,8 +123,8 @@ def sample_slots(
 class _Launch(NamedTuple):
     """Arguments common to the launches that sample the rows of `logits`, whose rows are dense.
 
-    tile_max float32 [rows, tiles] holds the maximum of each tile, group_max float32 [rows, tiles * groups] those of
-    its groups; tile_sums is an uninitialised int64 [rows, tiles].
+    tile_max float32 [rows, tiles] holds the maximum of each tile, group_max float32 [rows, tiles * groups] the maxima
+    of its groups; tile_sums is an uninitialised int64 [rows, tiles].
     tile_args describe one tile, row_args the tiles of a row.
     """
 

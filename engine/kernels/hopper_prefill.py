@@ -94,7 +94,7 @@ def _boxes(cache: Tensor) -> Any:
 def _query_boxes(q: Tensor, pack: int, head_stride: int) -> Any:
     """Return a TMA descriptor of q [T, KV, H/KV, D] as [T, heads, D], in boxes of ROWS / pack tokens and pack heads.
 
-    Between the heads of two KV heads there may be others: those of keys and values.
+    Between the query heads of two KV heads there may be heads of keys and values.
     """
     tokens, kv_heads, group, dim = q.shape
     heads = (kv_heads - 1) * (q.stride(1) // head_stride) + group

@@ -60,7 +60,7 @@ def tile_list_kernel(
     position = tl.load(starts_ptr + index, mask=inside, other=0).to(tl.int32) + token - start
     row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int32)
 
-    # tiles ahead of this one: those with more keys, and those of earlier chunks with as many. Tile i of a chunk ends
+    # tiles ahead of this one: tiles with more keys, and tiles of earlier chunks with as many. Tile i of a chunk ends
     # at key `past + (i + 1) * TOKENS`, but the last one at the chunk's end
     keys = (position + length)[:, None] - (chunk[None, :] < index[:, None]).to(tl.int32)
     full = count - 1
@@ -164,7 +164,7 @@ def _blocks(
 ):  # fmt: skip
     """Continue a softmax with blocks first, first - 1, .. last + 1.
 
-    `exponentials` are those of the block before, whose product with the values runs while the softmax of this one is
+    `exponentials` belong to the block before, whose product with the values runs while the softmax of this one is
     computed. `index` counts blocks over all items.
     """
     ROWS: gl.constexpr = acc.shape[0]
@@ -312,7 +312,7 @@ def hopper_prefill_kernel(
 
     Items of work are pairs of a tile and a group of PACK heads. `k_desc` and `v_desc` describe the caches as
     [pages * PAGE, KV * DIM] in boxes of [PAGE, 64]; `q_desc` the queries as [T, heads, DIM] in boxes of
-    [ROWS / PACK, PACK, 64], of which those of KV head i begin at head `i * q_head`. `scale` includes log2(e).
+    [ROWS / PACK, PACK, 64]. The queries of KV head i begin at head `i * q_head`. `scale` includes log2(e).
     """
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)

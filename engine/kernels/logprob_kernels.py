@@ -1,6 +1,6 @@
 """Device code of log-probabilities: `DeviceLogprobs.of` of engine/sampling/logprobs.py over vocabulary tiles.
 
-z = (x - max) / T and the integer weights are those of sampling_kernels.py, so sums are exact and ranks follow the
+z = (x - max) / T and the integer weights are computed as in sampling_kernels.py, so sums are exact and ranks follow the
 values that torch compares. Alternatives are ordered by the sort keys of top_k_top_p_kernels.py: ties by id.
 
 `values` and `floats` are the columns of slot_columns.py, as int64 and as float64; a row's slot is its index there, 0

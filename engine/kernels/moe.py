@@ -66,9 +66,8 @@ def run_experts(
     """Return each row's sum of its experts' outputs times their weights: x [T, h] -> [T, h].
 
     weights float32 [T, k]; experts int64 [T, k], -1 in rows without expert, which get 0; gate_up [E, 2I, h] with gate
-    first, down [E, h, I]; biases [E, 2I] and [E, h]; all contiguous. `limit` and `alpha` are those of the experts'
-    GatedActivation. Accumulates in float32. `tile` overrides `choose_tile`. No host reads: safe
-    to capture.
+    first, down [E, h, I]; biases [E, 2I] and [E, h]; all contiguous. `limit` and `alpha`: as in the experts'
+    GatedActivation. Accumulates in float32. `tile` overrides `choose_tile`. No host reads: safe to capture.
     """
     (tokens, top_k), (num_experts, hidden, width) = experts.shape, down.shape
     entries = tokens * top_k

@@ -311,7 +311,7 @@ def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | No
 
 
 def _split_places(rows: int, splits: int, shared: bool) -> tuple[int, int]:
-    """Return how many partial results a row may have of its own keys, and of its prefix."""
+    """Return the maximum numbers of partial results per row: for the row's own keys, and for its prefix."""
     if not shared:
         return splits, 0
     of_prefix = next(places for limit, places in PREFIX_SPLITS if rows <= limit)

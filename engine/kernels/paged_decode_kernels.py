@@ -26,7 +26,8 @@ def _combine(
 ):  # fmt: skip
     """Merge the partial results of splits for each head of the group; pointers start at the first head.
 
-    `active` splits of the row's own keys follow PREFIX_SPLITS places, whose first `of_prefix` hold those of its prefix.
+    `active` splits of the row's own keys follow PREFIX_SPLITS places. The first `of_prefix` of these places hold the
+    splits of its prefix.
     """
     splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
@@ -113,7 +114,7 @@ def _store_result(
         own_rows = first_split + group * max_splits + PREFIX_SPLITS + split
         tl.store(acc_ptr + own_rows[:, None] * DIM + dims[None, :], acc, mask=mask)
         tl.store(lse_ptr + own_rows, lse, mask=group < GROUP)
-        # all warps store before the arrival, which releases these stores and acquires those of the other splits
+        # all warps store before the arrival, which releases these stores and acquires the other splits' stores
         tl.debug_barrier()
         arrival = arrivals_ptr + row_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
@@ -179,7 +180,7 @@ def prefix_kernel(
 ):  # fmt: skip
     """Attend with the queries of a group's rows to the keys that all of them share, for one KV head and split.
 
-    Rows of the tile: GROUP_PAD heads of the first member, then those of the second, and so on.
+    Rows of the tile: GROUP_PAD heads of the first member, then GROUP_PAD heads of the second, and so on.
     """
     if PDL:
         gdc_launch_dependents()
@@ -236,7 +237,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend to a row's keys, with PREFIX_SPLITS above 0 to those after its shared prefix, for one KV head and split.
 
-    PREFIX_SPLITS and PREFIX_BLOCK are those of `prefix_kernel`, which ran before.
+    PREFIX_SPLITS and PREFIX_BLOCK: as in the launch of `prefix_kernel`, which ran before.
     """
     if PDL:
         gdc_launch_dependents()

@@ -151,7 +151,7 @@ def paged_prefill(
     q may also be [T, KV, H/KV, D], if the query groups are strided; its dtype is that of the caches. Float32 is
     computed in float32, without TF32.
 
-    A query at position p reads keys 0..p from the pages, which must already hold the keys of its own chunk. With a
+    A query at position p reads keys 0..p from the pages, which must already hold its chunk's own keys. With a
     `window` it reads keys p - window + 1..p: earlier pages are not read, their page-table entries may be 0.
 
     `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0.

@@ -53,7 +53,7 @@ def norm_rope_kernel(
 
 @triton.jit
 def _zero_rest(v_ptrs, mask, rows_ptr, token, row, position, cache_slot, PAGE: tl.constexpr):
-    """Zero the values that follow a chunk's last token in its page [heads, dims]; v_ptrs are those of the first slot.
+    """Zero the values that follow a chunk's last token in its page; v_ptrs [heads, dims] point to the first slot.
 
     A kernel that reads whole pages gives these slots a weight of 0, and 0 * NaN would poison the sum.
     """

@@ -189,7 +189,7 @@ def matrix_kernel(
         tl.store(partial_ptrs + split * NUM_ACCS * BN * BM, acc)
         if GATED:
             tl.store(partial_ptrs + (split * NUM_ACCS + 1) * BN * BM, acc_up)
-        # all warps store before the arrival, which releases these stores and acquires those of the other splits
+        # all warps store before the arrival, which releases these stores and acquires the other splits' stores
         tl.debug_barrier()
         if tl.atomic_add(arrivals_ptr + tile_index, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
             total = tl.zeros([BN, BM], tl.float32)

@@ -165,7 +165,7 @@ class ExpertWeights(nn.Module):
         return self.method.linear_weight(self)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights [E, outputs, inputs] in `dtype`; those of a quantised format are dequantised anew."""
+        """Return the weights [E, outputs, inputs] in `dtype`; quantised weights are dequantised at each call."""
         return self.method.dense(self, dtype)
 
     def stored(self, expert: int, start: int, rows: int) -> dict[str, Stored]:
@@ -332,7 +332,7 @@ def run_experts_grouped(
 ) -> Tensor:
     """Compute `Experts.forward` with torch's grouped GEMM: the CPU's formulation, and the reference of the kernels.
 
-    Biases are [E, 2I] and [E, h]; `limit` and `alpha` are those of GatedActivation. The rows are sorted by expert, and
+    Biases are [E, 2I] and [E, h]; `limit` and `alpha`: as in GatedActivation. The rows are sorted by expert, and
     each expert multiplies its own range of them. Measured on a CPU, it is as fast as gathering each row's matrices with
     one row, and 3 to 70 times as fast with 16 rows or more; a loop over all experts computes E / k times as much.
     """

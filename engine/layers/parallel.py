@@ -150,7 +150,7 @@ class VocabParallelHead(Linear):
         bias: bool = False,
     ):
         part = parallel.vocab_part(vocab)
-        device = device if tied is None else torch.device("meta")  # a tied head needs no storage of its own
+        device = device if tied is None else torch.device("meta")  # a tied head shares the storage
         super().__init__({"lm_head": part.rows}, hidden, bias=bias, dtype=dtype, device=device)
         self.vocab, self.parallel = vocab, parallel
         if tied is None:

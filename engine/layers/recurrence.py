@@ -11,7 +11,7 @@ def linear_recurrence(decay: Tensor, inputs: Tensor, before: Tensor, chunk_of: T
     """Return h [T, n] after each token, for decay and inputs [T, n].
 
     `before` [C, n] is h before each chunk, and `chunk_of` int64 [T] the chunk of each token, -1 for padding; see
-    StepStates. With None every token is a chunk of its own, as in a decode step. Takes log2(T) passes over the tokens.
+    StepStates. With None every token is a separate chunk, as in a decode step. Takes log2(T) passes over the tokens.
     """
     if chunk_of is None:
         return torch.addcmul(inputs, decay, before)

@@ -85,7 +85,7 @@ PLAIN = PlainWeight()
 WeightMethods = Callable[[str, Mapping[str, int], int], WeightMethod]
 """Chooses the method of a layer: from the prefix of its checkpoint names, the sizes of its parts, and its inputs.
 
-The sizes are those of one rank.
+The sizes are per rank.
 """
 
 

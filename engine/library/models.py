@@ -1,4 +1,4 @@
-"""Pull, list, show and remove models: those of the hub's cache, and the default model."""
+"""Pull, list, show and remove the models of the hub's cache and the default model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pull(name: str) -> ModelSummary:
 
 
 def pulled() -> list[ModelSummary]:
-    """Return the models on this machine, by name: the default model, and those of the hub's cache."""
+    """Return the models on this machine, by name: the default model, and the models of the hub's cache."""
     machine = this_machine()
     found = [] if not _default_file().exists() else [_summary(resolve_model(DEFAULT_MODEL), machine)]
     found += [_summary(ModelSource(str(folder), "hf", name), machine) for name, folder in sorted(_cached())]

@@ -1,6 +1,6 @@
 """Quantise a model folder: plain safetensors to compressed-tensors, which other engines read too.
 
-Needs no calibration data: scales are those of the largest weights, and codes are the nearest ones.
+Needs no calibration data: scales follow from the largest weights, and codes are the nearest ones.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def load_folder_weights(model: Model, folder: str | Path, progress: Progress | N
 
 
 def safetensors_files(folder: str | Path) -> list[Path]:
-    """Return the folder's weight files in order: those of the index, else model.safetensors, else *.safetensors."""
+    """Return the folder's weight files in order: the index's files, else model.safetensors, else *.safetensors."""
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():

@@ -157,7 +157,7 @@ class MegatronModel(Model, nn.Module):
 
 
 def _config_of(gpt: nn.Module, vocab_size: int | None) -> ModelConfig:
-    """Return the model's configuration; heads, KV heads and MLP size are those of this rank."""
+    """Return the model's configuration; the numbers of heads and KV heads and the MLP size are per rank."""
     config = gpt.config
     if vocab_size is not None and vocab_size > gpt.vocab_size:
         raise ModelError(

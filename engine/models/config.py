@@ -267,7 +267,7 @@ class ModelConfig:
     def options(self) -> dict[str, Any]:
         """Return the fields whose values differ from a Llama's, and all fields of a subclass.
 
-        Code that computes some options alone refuses all others by name, those of later families included.
+        Code that computes some options alone refuses all others by name, including options of later families.
         """
         plain = {item.name: item.default for item in dataclass_fields(ModelConfig)}
         return {

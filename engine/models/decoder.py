@@ -139,7 +139,7 @@ class Decoder(Model, nn.Module):
         return hidden if self.embedding_scale is None else hidden * self.embedding_scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Positions int64 [T] -> cos and sin [T, 1, rotary_dim]; then those of layers with a window, if they differ."""
+        """Positions int64 [T] -> cos and sin [T, 1, rotary_dim]; then cos and sin of window layers, if they differ."""
         values = self.rotary(positions)
         return values if self.local_rotary is None else (*values, *self.local_rotary(positions))
 
@@ -185,7 +185,7 @@ class Decoder(Model, nn.Module):
         return config.expert_names.checkpoint_tensors(tensors, config.num_experts)
 
     def _without_draft_layers(self, tensors: Iterable[Any]) -> Iterator[Any]:
-        """Yield `tensors` without those of the layers for drafts that follow the decoder layers."""
+        """Yield `tensors` without the tensors of the draft layers, which follow the decoder layers."""
         first = self.config.num_layers
         prefixes = tuple(f"model.layers.{first + index}." for index in range(self.config.draft_layers))
         for item in tensors:

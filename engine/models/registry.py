@@ -49,7 +49,7 @@ classification head, `score.weight`."""
 class Entry(NamedTuple):
     """A supported architecture: its options, the reader of its config.json, and the model's class.
 
-    `read_config` takes the arguments of `read_model_config`, `model` those of Decoder.
+    `read_config` takes the arguments of `read_model_config`, `model` the arguments of Decoder.
     """
 
     family: Family

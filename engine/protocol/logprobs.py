@@ -30,7 +30,7 @@ class TokenLogprob:
     logprob: float  # its log-probability
     rank: int  # 1: the most likely token
     top: dict[int, float] = field(default_factory=dict)  # the k most likely token ids with their logprobs
-    named: dict[int, float] = field(default_factory=dict)  # those of logprob_token_ids; -inf: could not be sampled
+    named: dict[int, float] = field(default_factory=dict)  # logprobs of logprob_token_ids; -inf: could not be sampled
 
 
 Entry = TypeVar("Entry", bound=TokenLogprob | None)
@@ -98,7 +98,7 @@ def pack_records(
 
     rows int64 [b, 3 + 2k]: the token id, negative if there is none; the bits of its float64 log-probability; its rank;
     then the k most likely tokens, as bits of the log-probability and id of each. Row i gets top_counts[i] of them,
-    without those of probability 0, which come last. named_values float64 [b, m] starts with the log-probabilities of
+    without tokens of probability 0, which come last. named_values float64 [b, m] starts with the log-probabilities of
     the tokens named[i]. Columns of a row past its top_counts[i] alternatives are not read.
     """
     if not len(rows):

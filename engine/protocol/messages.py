@@ -64,7 +64,7 @@ class EngineStats:
     """A snapshot of the loop's counters and gauges.
 
     `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `graphs` is
-    the graph cache's snapshot as plain data, `histograms` those of engine.utils.histogram.
+    the graph cache's snapshot as plain data, `histograms` the snapshots of engine.utils.histogram.
     """
 
     num_running: int = 0

@@ -26,7 +26,7 @@ ACTIVATIONS = ("auto", "identity", "sigmoid", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingConfig:
-    """How a model's folder says that its vectors are made; the defaults are those of a plain decoder.
+    """How a model's folder says that its vectors are made; the defaults are for a plain decoder.
 
     - mode: "last" or "mean". normalize: divide a vector by its Euclidean norm.
     - dimensions: the sizes to which vectors may be cut; empty: any.

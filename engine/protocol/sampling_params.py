@@ -18,7 +18,7 @@ from graph_cache.validation import NamesFields, did_you_mean
 
 GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1
-ALL_TOKENS = -1  # as a number of log-probabilities: those of the whole vocabulary
+ALL_TOKENS = -1  # as a number of log-probabilities: the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024

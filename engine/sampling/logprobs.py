@@ -30,7 +30,7 @@ _CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, 
 class DeviceLogprobs:
     """Log-probabilities being copied to the host: int64 [b, 3 + 2k + m]. `read` waits for the copy.
 
-    The first columns are those of engine/kernels/logprob_layout.py, followed by the log-probabilities of `named`.
+    The first columns are laid out as in engine/kernels/logprob_layout.py; the log-probabilities of `named` follow.
     """
 
     packed: Download

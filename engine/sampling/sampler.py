@@ -36,7 +36,7 @@ from engine.utils.async_copy import ids_to, upload
 
 __all__ = ["SampleResult", "Sampler", "prompt_logprobs"]
 
-# Columns of the row parameters, after those of the scorer.
+# Columns of the row parameters, after the scorer's columns.
 _REPETITION, _FREQUENCY, _PRESENCE = range(NUM_COLUMNS, NUM_COLUMNS + 3)
 
 
@@ -106,7 +106,8 @@ class Sampler:
     """Sampling parameters of every slot in [0, max_num_seqs), and sampling for a batch of slots.
 
     - logprobs_mode: "processed" gives log-probabilities of the distribution that was sampled from, after penalties,
-      bias, temperature and truncation (greedy rows: temperature 1, no truncation); "raw" those of the model's logits.
+      bias, temperature and truncation (greedy rows: temperature 1, no truncation); "raw" gives log-probabilities of
+      the model's logits.
     - fused: sample with the Triton kernels; by default on a GPU only.
     - counts: the token counts that penalties are computed from.
     - masks: the tokens that constrained slots may sample; write them before each step that samples from such a slot.
@@ -334,7 +335,7 @@ class Sampler:
     ) -> Tensor:
         """Return logits in float32 after penalties, bias and masks, or `raw` if none applies.
 
-        `penalised` are row indices, `tracked` their slots on the device, `slots` those of all rows.
+        `penalised` are row indices, `tracked` their slots on the device, `slots` the slots of all rows.
         """
         biased = {i: state.bias for i, state in enumerate(states) if state.bias is not None}
         banned = {i: state.banned for i, state in enumerate(states) if state.min_tokens and state.banned is not None}

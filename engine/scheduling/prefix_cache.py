@@ -43,7 +43,7 @@ class PrefixCache:
     """The cached pages of one pool, for one or more cache groups.
 
     A prefix of k pages is found if every group has the pages that the next query reads: a full group all k, a window
-    group those of the last window - 1 tokens. `queries` and `hits` count prompt tokens looked up and found, never
+    group the pages of the last window - 1 tokens. `queries` and `hits` count prompt tokens looked up and found, never
     reset. Only paged keys and values are cached: don't use it for models with recurrent state.
     """
 

@@ -73,7 +73,7 @@ class Scheduler:
         self._one_page_each = [1] * len(config.groups)
         self._entries: dict[str, QueuedRequest] = {}
         self._waiting: list[QueuedRequest] = []  # all queues are sorted by key
-        self._waiting_short: list[QueuedRequest] = []  # those of `_waiting` that are short
+        self._waiting_short: list[QueuedRequest] = []  # the short requests in `_waiting`
         self._running: list[QueuedRequest] = []
         self._num_short_running = 0
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first

@@ -47,7 +47,7 @@ class NgramDrafter:
         self._indices: dict[str, NgramIndex] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Sequence[int]]:
-        """See Drafter. The tokens of a request must extend those of its last row."""
+        """See Drafter. The tokens of a request must extend the tokens of its last row."""
         return [
             self._indices.setdefault(row.request_id, NgramIndex()).propose(row.token_ids, row.limit) for row in rows
         ]

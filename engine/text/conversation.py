@@ -14,7 +14,7 @@ RESERVED = frozenset(
     "messages tools documents add_generation_prompt continue_final_message chat_template tokenize return_dict "
     "return_tensors padding truncation max_length return_assistant_tokens_mask tokenizer_kwargs conversation".split()
 )
-"""Names that chat_template_kwargs can't set: they have fields of their own, or aren't the template's."""
+"""Names that chat_template_kwargs can't set: they have their own fields, or aren't the template's."""
 
 HINTS = frozenset(
     "enable_thinking thinking thinking_mode thinking_budget thinking_effort enable_reasoning reasoning "

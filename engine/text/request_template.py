@@ -1,4 +1,4 @@
-"""Render a chat template that came with a request, in a process of its own with limits on time and memory.
+"""Render a chat template that came with a request, in a separate process with limits on time and memory.
 
 A template is a program: a sandbox keeps it from Python's objects, but not from loops or huge strings. This file is run
 as a script, so it imports the standard library and jinja2 only.

@@ -1,4 +1,4 @@
-"""A queue for places to work in, in which one client's many tasks make way for those of others."""
+"""A queue for places to work in, in which one client's many tasks make way for other clients' tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pad packed images of a vision tower to a token budget, so that one graph per layer serves every microbatch.
 
 For transformers' Qwen2.5-VL and Qwen3-VL towers. Hooks on the tower pad its patches and positions, and cut its outputs
-back; the padding patches are an image of their own, so no attention crosses into them.
+back; the padding patches form a separate image, so no attention crosses into them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PaddedImages:
         return (F.pad(patches, (0, 0, 0, extra)), grid), given
 
     def _windows(self, tower: Any, grid: Tensor, count: int, budget: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the window arguments, with the padding patches in windows of their own at the end."""
+        """Return the window arguments, with the padding patches in separate windows at the end."""
         unit = tower.spatial_merge_size**2
         side = tower.window_size // tower.spatial_merge_size // tower.patch_size
         longest = side * side * unit
@@ -113,7 +113,7 @@ class PaddedImages:
         }
 
     def _cut(self, tower: nn.Module, args: tuple, output: Any) -> Any:
-        """Cut each output back to the patches of the images, merged ones and those of deepstack layers included."""
+        """Cut each output back to the patches of the images, including merged patches and deepstack outputs."""
         if self._patches is None:
             return output
         (count, budget), self._patches = self._patches, None

@@ -163,7 +163,7 @@ class DecodeInputs:
     def changes(self, batch: Batch) -> np.ndarray | None:
         """Return what makes row i the batch's decode i, and all other rows padding.
 
-        The result is int64 [2, n], unique indices and values, or None. If the leases equal those of the last call, the
+        The result is int64 [2, n], unique indices and values, or None. If the leases equal the last call's leases, the
         rows are already right: the step itself advanced them. Otherwise the rows that differ change, and the tokens
         that the device didn't sample itself. In both cases new pages of rows that need more are written.
         """
@@ -225,7 +225,7 @@ class DecodeInputs:
     def _write_pages(self, batch: Batch) -> None:
         """Write the new pages of rows that need more, and compute for how many steps the pages suffice.
 
-        A slot's first pages replace all those of its previous request. Attention over a padded context reads the whole
+        A slot's first pages replace all pages of its previous request. Attention over a padded context reads the whole
         table, and another request that owns such a page now may have written NaN there: 0 * NaN is NaN.
         """
         if not self._layout.groups:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def compile_kernels(runner: ModelRunner, rank: int = 0, num_ranks: int = 1) -> None:
-    """Compile, in parallel, the kernels of every graph that warm-up captures; under `lazy` those of sampling only.
+    """Compile, in parallel, the kernels of every graph that warm-up captures; under `lazy` only sampling's kernels.
 
     Does nothing on a CPU. With several ranks all of them must call it, since the steps hold collectives.
     """

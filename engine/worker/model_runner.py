@@ -246,7 +246,7 @@ class ModelRunner:
         return 0 if self.verify_buckets is None else self.verify_buckets.sizes.max
 
     def _verify_sizes(self) -> tuple[int, ...]:
-        """Return the row buckets that sampling after VERIFY needs beyond those of the decode step."""
+        """Return the row buckets that sampling after VERIFY needs beyond the decode step's buckets."""
         if self.verify_buckets is None:
             return ()
         return tuple(size for size in self.verify_buckets.sizes.sizes if size > self.site.buckets.max)
@@ -338,7 +338,7 @@ class ModelRunner:
             output.hidden_states.append((Download(self.step_model.final_norm(rows)), owners))
         tokens = self.buffers["next_tokens"][: len(step.slots)]
         if self.sampling.needs_sampler(step.slots):
-            # The step advanced the positions: they are those of the tokens to sample.
+            # The step advanced the positions: they are the positions of the tokens to sample.
             state = self.buffers["state"][: 2 * self.config.max_num_seqs].view(2, -1)
             self.sampling_step.load(state[:, : step.bucket])
             positions = [position + 1 for position in step.positions]

@@ -52,8 +52,8 @@ class PackedLayout(NamedTuple):
       the index of its last token in the step, the `last_tokens` entry for its next token (0: none), and the
       entry of its recurrent states (0: none).
     - [tokens, 3]: per token, its id, its position and its page table row.
-    - [num_chunks + 1, groups, pages_per_chunk]: page tables, last because only those of the step's chunks are uploaded;
-      row 0 is padding.
+    - [num_chunks + 1, groups, pages_per_chunk]: page tables, last because only the tables of the step's chunks are
+      uploaded; row 0 is padding.
     """
 
     num_chunks: int
@@ -211,7 +211,7 @@ class PackedStep:
     def site(self, addresses: AddressBook) -> Site:
         """Build the site for the graph cache, named like the phase: the packed step at each token bucket.
 
-        `addresses` are those of the model, the KV cache and the outputs.
+        `addresses` are the addresses of the model, the KV cache and the outputs.
         """
         model, sizes, phase = self._model, self.buckets.sizes, self.buckets.phase
         layout = self.buckets.layout(sizes.max)

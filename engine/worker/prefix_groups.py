@@ -35,9 +35,10 @@ def group_by_prefix(
 ) -> PrefixGroups:
     """Group rows by the longest sequence of first pages that at least MIN_MEMBERS rows share.
 
-    `tables` int64 [b, P] are the rows' pages, 0 where a row has none; `positions` int64 [b] those of their newest
-    tokens. Only pages before the newest token are shared, which no step writes again. Groups of more than `max_members`
-    rows are divided. If there are more than `max_groups`, or than `max_groups_of(b)`, those that save most are kept.
+    `tables` int64 [b, P] are the rows' pages, 0 where a row has none; `positions` int64 [b] the positions of their
+    newest tokens. Only pages before the newest token are shared, which no step writes again. Groups of more than
+    `max_members` rows are divided. If there are more than `max_groups`, or than `max_groups_of(b)`, the groups that
+    save most are kept.
     """
     keys, members = np.zeros(len(tables), np.int64), np.zeros((max_groups, max_members), np.int64)
     num_pages = np.minimum(positions // page_size, tables.shape[1])

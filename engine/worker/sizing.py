@@ -124,7 +124,7 @@ def state_bytes(model: ModelConfig, seqs: int, dtype: torch.dtype) -> int:
 def pages_per_sequence(model: ModelConfig, page_size: int, context: int, batched: int) -> int:
     """Return the pages of a sequence of `context` tokens in all cache groups.
 
-    A sliding window needs those of the window and of the `batched` tokens that one step may add.
+    A sliding window needs the pages of the window and of the `batched` tokens that one step may add.
     """
     windows = [group.window for group in group_layers(model.cache_specs())]
     return sum(

@@ -95,7 +95,7 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         )
         if dist.is_initialized():
             raise ConfigError(
-                f"{setting} needs process groups of its own, and this process has initialised "
+                f"{setting} needs to create its own process groups, and this process has initialised "
                 "torch.distributed already; start the engine in another process (encore serve does)"
             )
         config = _without_cpu_graphs(config, device)

@@ -138,7 +138,7 @@ class StepBuilder:
     def _build_mixed(self, batch: Batch) -> PrefillInput | None:
         """Return decodes and prompt chunks as one packed step, which reads the weights once; None if they run apart.
 
-        Those of a constrained batch do: only then do its decodes run while masks are computed.
+        A constrained batch runs them apart: only then do its decodes run while masks are computed.
         """
         chunks, num_decodes = batch.prefills, len(batch.decodes)
         if not (chunks and 0 < num_decodes <= self.max_mixed_decodes) or batch.constrained or batch.verifies:

@@ -46,7 +46,7 @@ class DecodeInput:
 class PromptScoring:
     """Prompt logprobs to compute, of `targets`, the tokens after the chunk's first ones.
 
-    Each comes with those of the `top_count` most likely tokens and of the tokens `named`.
+    Each comes with the logprobs of the `top_count` most likely tokens and of the tokens `named`.
     """
 
     request_id: str

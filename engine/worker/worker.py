@@ -196,7 +196,7 @@ class Worker:
     def weight_checksums(self) -> dict[str, str]:
         """Return the SHA-256 of each tensor's bytes by Hugging Face name. Only with one rank.
 
-        The bytes are those of the contiguous tensor in the checkpoint's shape and the model's dtype, little-endian.
+        Hashes the contiguous tensor in the checkpoint's shape and the model's dtype, little-endian.
         Weights that are stored in fewer bits are hashed as they are computed with, in bfloat16.
         """
         return {name: sha256_of(slot.read()) for name, slot in self._named_slots().items()}

@@ -219,7 +219,7 @@ class ScaledWeight(WeightMethod):
     def store_plain(self, region: Region, weight: Tensor) -> None:
         """Quantise a plain matrix [outputs, inputs] and write this rank's part in place.
 
-        The scales are those of the whole matrix, so all numbers of ranks store the same values.
+        The scales are computed from the whole matrix, so all numbers of ranks store the same values.
         """
         weight = weight.to(region.layer.codes.device, torch.float32)
         codes, scale, zero = self.quantize(weight)

@@ -150,7 +150,7 @@ class _Closer:
         return {name: found[name] for name in schema}
 
     def _parts(self, schema: Any, path: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that a value of `schema` follows in any case: it, those of allOf and $ref."""
+        """Yield the schemas that a value of `schema` must follow: itself, and the schemas of allOf and $ref."""
         if depth > _MAX_DEPTH:
             raise _CannotClose(f"{path}: an object whose references are circular can't be closed")
         if not isinstance(schema, dict):
@@ -162,7 +162,7 @@ class _Closer:
         yield from self._parts(referred(schema.get("$ref"), self._root), path, depth + 1)
 
     def _all_parts(self, schema: Any, path: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that a value of `schema` may follow: `_parts`, and those of anyOf and oneOf."""
+        """Yield the schemas that a value of `schema` may follow: `_parts`, and the schemas of anyOf and oneOf."""
         if depth > _MAX_DEPTH:
             raise _CannotClose(f"{path}: an object whose references are circular can't be closed")
         for part in self._parts(schema, path):

@@ -46,8 +46,8 @@ class GrammarCompiler:
         """Return the future of a constraint's grammar, which callers share.
 
         It fails with a RequestError that names the field if the constraint is invalid or exceeds a limit. `client`
-        says who sent it: one client's many constraints make way for those of others. `rank` is the number of
-        constraints of the same request before it, which make way for other requests.
+        says who sent it: one client's many constraints make way for other clients' constraints. `rank` is the number
+        of constraints of the same request before it, which make way for other requests.
         """
         with self._lock:
             future = self._cache.get(outputs)

@@ -1,4 +1,4 @@
-"""Threads in which one client's many tasks make way for those of others."""
+"""Threads in which one client's many tasks make way for other clients' tasks."""
 
 from __future__ import annotations
 

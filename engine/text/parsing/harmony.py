@@ -95,7 +95,7 @@ HARMONY_REASONING = HarmonyReasoning(
 class HarmonySplitter(Splitter):
     """Splits one output into the reasoning of its analysis messages and the content of the others.
 
-    Headers are dropped, but for those of messages with a recipient: they are content with their markers, for
+    Headers are dropped, except the headers of messages with a recipient: they are content with their markers, for
     ToolCallParser. Text outside of any message is content. `is_open`: the prompt has opened an analysis message.
     """
 

@@ -190,7 +190,7 @@ _only_starter: _Starter | None = None
 
 
 def _starter() -> _Starter:
-    """Return this process's starter. A forked process has no threads, so it gets one of its own."""
+    """Return this process's starter. A forked process has no threads, so it gets a new one."""
     global _only_starter
     with _lock:
         if _only_starter is None or _only_starter.pid != os.getpid():

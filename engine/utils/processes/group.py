@@ -49,7 +49,7 @@ class ProcessGroup:
     def watch(self, on_failure: Callable[[], None]) -> None:
         """Start a thread that fails the group when a pipe closes or has a message; no more messages are expected.
 
-        When the group fails, `on_failure` is called in a thread of its own.
+        When the group fails, `on_failure` is called in a new thread.
         """
         self._on_failure = on_failure
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="encore-group")
