@@ -200,7 +200,7 @@ def higher_order_refusal(names: Sequence[str]) -> str:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage object; 0 if it has none of its own."""
+    """Return the address of the tensor's storage object; 0 if `storage_of` finds none."""
     storage = storage_of(tensor)
     return 0 if storage is None else storage._cdata
 
@@ -211,7 +211,7 @@ def _is_wrapper(tensor_type: Any) -> bool:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the tensor's storage, or None if it has none of its own (sparse, wrapper subclass)."""
+    """Return the tensor's storage, or None if it lacks its own storage (sparse, wrapper subclass)."""
     if tensor.layout is not torch.strided or _is_wrapper(type(tensor)):
         return None
     try:

@@ -27,7 +27,7 @@ from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMI
 
 
 class CaptureStatus(enum.Enum):
-    """Status of a capture. The values are those of `state` in the graph table."""
+    """Status of a capture. The values appear as `state` in the graph table."""
 
     WARMING = WARMING_UP
     """Eager runs before the capture remain."""

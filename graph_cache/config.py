@@ -1,6 +1,6 @@
 """Settings that select what is captured, and at which granularity. Validated at construction.
 
-Frameworks with names of their own map them onto these; see `adapters/megatron/config.py`. Pure Python.
+Frameworks with other names map them onto these; see `adapters/megatron/config.py`. Pure Python.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ WIDER = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
-# Kernels of a library that choose their algorithm by dtype: those of float64 are others.
+# Kernels of a library that choose their algorithm by dtype: float64 has other algorithms.
 OWN_ALGORITHMS = ("aten::_cudnn_rnn", "aten::_cudnn_init")
 ULPS = 4  # by which results may differ after a tie
-# Of other results, such as those of operations without a float64 kernel: a tolerance, and the share of values that may
-# exceed it, such as a choice between nearly equal scores.
+# For other results, such as results of operations without a float64 kernel: a tolerance, and the share of values that
+# may exceed it, such as a choice between nearly equal scores.
 TOLERANCE, MANY = 0.05, 0.1
 
 

@@ -107,7 +107,7 @@ THREADS = {
     os.path.join("multiprocessing", "pool.py"): ("apply_async", "_map_async", "imap", "imap_unordered"),
 }
 # Attributes and methods of tensors that tell where the memory or the history of an argument comes from: a capture runs
-# on tensors of its own.
+# on other tensors than its caller's.
 TENSOR_FACTS = frozenset(
     ("is_leaf", "grad_fn", "_base", "_version", "storage_offset", "retains_grad", "is_inference", "_backward_hooks")
 )
@@ -130,7 +130,7 @@ class Reads:
         outside: What code outside of installed packages read of the world outside of the process: clocks and files.
         compiled: Modules of the functions that torch.compile has compiled and the code called.
         made: Addresses of the storages of these functions' results.
-        packs_saved_tensors: Whether hooks pack what autograd saves, as those of a checkpoint, which computes it again.
+        packs_saved_tensors: Whether hooks pack what autograd saves, as a checkpoint's hooks do to compute it again.
 
     Args:
         names: Names that the caller itself reads, such as that of the method that it calls.

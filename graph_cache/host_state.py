@@ -311,7 +311,7 @@ def reachable(
 
 
 def _patched_methods(kind: type, names: Container[str]) -> tuple[str, ...]:
-    """Return those of these names under which other code has put functions on a class of PyTorch."""
+    """Return the names, among `names`, under which other code has put functions on a class of PyTorch."""
     return tuple(
         [
             name

@@ -143,7 +143,7 @@ class Manifest:
         return sorted(given, key=lambda key: (-use[key], -key.bucket))
 
     def merge(self, other: Manifest) -> None:
-        """Add the counts of `other`, such as those of another engine with the same model."""
+        """Add the counts of `other`, such as the manifest of another engine with the same model."""
         for variant, counts in other._rows.items():
             self._rows.setdefault(variant, Counter()).update(counts)
         self._replays.update(other._replays)

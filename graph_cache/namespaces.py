@@ -38,7 +38,7 @@ METADATA = frozenset(
         *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
     )
 )
-# Compilers and launchers of kernels keep settings of their own in context variables.
+# Compilers and launchers of kernels keep their own settings in context variables.
 COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 
 

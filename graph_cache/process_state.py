@@ -19,7 +19,7 @@ from graph_cache.namespaces import is_of_a_compiler, set_state, state_of
 from graph_cache.torch_settings import SETTINGS, autocast_state, settings
 
 IGNORED_VARIABLES = frozenset(("decimal_context",))  # made when first read
-# Compilers and launchers of kernels keep settings of their own in the environment, and in context variables.
+# Compilers and launchers of kernels keep their own settings in the environment, and in context variables.
 COMPILERS_ENVIRONMENT = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 
 

@@ -183,7 +183,7 @@ def _depending_on_count(
 ) -> str:
     """Return which result differs if fewer rows are given; empty if none does.
 
-    The kernels of other sizes round differently, so the results are those of `exactly`, or are compared with tolerance.
+    The kernels of other sizes round differently, so results are computed under `exactly` or compared with tolerance.
     """
     for index, (one, less, is_batched) in enumerate(zip(first, fewer, batched, strict=True)):
         if is_batched and not close(one[:rows], less, exactly):

@@ -191,8 +191,8 @@ class Site:
     def check_rows(self, bucket: int, rows: int | None, generators: Sequence[torch.Generator]) -> None:
         """Find out, once, which results have the batch first, and whether padding `rows` to a bucket would change one.
 
-        `rows` is by default the least number that is padded to this bucket. `generators` are restored, with those of
-        the site.
+        `rows` is by default the least number that is padded to this bucket. `generators` are restored, and so are the
+        site's generators.
         """
         if rows is None:
             rows = self._fewest_rows(bucket)

@@ -48,7 +48,7 @@ def out_overload(func: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, tu
 def out_overload_copies(func: torch._ops.OpOverload) -> bool:
     """Return whether the out= overload of `func` runs it and copies each result, as those that torch generates do.
 
-    Such an overload has no kernel of its own for a CPU. It saves nothing, and copies also results that nothing
+    Such an overload has no CPU kernel. It saves nothing, and copies also results that nothing
     reads: for layer_norm it takes twice as long as the operation. The overload must exist.
     """
     found = out_overload(func)

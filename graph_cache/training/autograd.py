@@ -153,7 +153,7 @@ def probe(
         if with_history:
             doubled()
 
-    # Hooks alone, wherever possible: a node of its own groups the parts of a gradient, and a second derivative then
+    # Hooks alone, wherever possible: a further node groups the parts of a gradient, and a second derivative then
     # sums them in another order than eager. A node for each tensor that needs one, since one node for all would wait
     # for all gradients.
     outputs = list(different.values())
@@ -168,8 +168,8 @@ def probe(
 def _on_gradients(tensors: Sequence[Tensor], arrived: Callable[[list[Tensor | None], bool], None]) -> None:
     """Call `arrived` in every backward, once all gradients of the tensors are known, or at its end if it lacks some.
 
-    Second argument: whether the backward has a history itself. The hooks hold no node, as those of torch's
-    register_multi_grad_hook do: a history that no backward ever frees would keep itself alive.
+    Second argument: whether the backward has a history itself. Unlike the hooks of torch's register_multi_grad_hook,
+    these hooks hold no node: a history that no backward ever frees would keep itself alive.
     """
     pending: dict[int, list[Tensor | None]] = {}  # by backward
 

@@ -449,7 +449,7 @@ def any_on_other_device(tensors: Sequence[Tensor], device: torch.device) -> bool
 
 
 def lacks_memory(tensor: Tensor) -> bool:
-    """Whether the tensor has no storage address of its own to identify it by.
+    """Whether the tensor lacks a storage address that identifies it.
 
     True for wrappers of other tensors (DTensor), sparse tensors, lazy views that share the address of their base, and
     quantized tensors, whose scale is a number beside the memory.

@@ -88,7 +88,7 @@ class GradientMemory:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of inputs and parameters after a backward, copied where needed.
 
-        Each parameter gradient gets a buffer of its own. Input gradients never alias these buffers.
+        Each parameter gradient gets a separate buffer. Input gradients never alias these buffers.
         """
         free = dict(self._by_address)
         assigned: list[Tensor | None] = [None] * len(parameter_grads)

@@ -61,8 +61,8 @@ class GraphedCall:
     - `inputs` are the static inputs: new tensors, or static outputs of another call, which then need no copy.
     - Parameters are captured through aliases on the same storage.
     - A capture restores the module's buffers (running statistics) and the parameters' `main_grad`.
-    - With `returns_uncopied`, set before the capture of the backward, parameter gradients have memory of their own and
-      are returned without a copy; otherwise replays return copies.
+    - With `returns_uncopied`, set before the capture of the backward, parameter gradients have separate memory and are
+      returned without a copy; otherwise replays return copies.
     - Parameters that the call uses several times, and such inputs in `separate`, get a gradient for each use, which
       autograd adds in eager's order. `parameters` and `repeated_inputs` name these tensors several times.
     - `backward` is the key of the recorded backward; None if there was none. A backward with another key (gradients

@@ -518,10 +518,10 @@ class CapturedIteration:
         casts = {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
         if any(audit.dtypes[address] & casts for address in other):
             seen.refusals.append("runs in an autocast region that holds casts of weights from before the call")
-        # Optimizers have settings in the signature of their own.
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
         names = self._ran.names_to_follow
+        # Optimizers are left out: the signature holds their settings separately.
         namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=self._ran, names=names)
         if self._checks_attributes:
             seen.refusals += unwatched_reads(namespaces)

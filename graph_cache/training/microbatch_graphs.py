@@ -1,6 +1,6 @@
 """Graphs of the calls of one microbatch, captured in order: forwards first, then backwards from last to first.
 
-Each MicrobatchGraphs has memory of its own, so microbatches with different graphs may interleave in any order. The
+Each MicrobatchGraphs has separate memory, so microbatches with different graphs may interleave in any order. The
 graphs serve the next microbatch as soon as the backwards of the previous one are done. Steps and eager calls are
 handled by `modules.py`.
 """

@@ -420,7 +420,7 @@ class TrainingGraphs:
     def table(self) -> list[dict[str, Any]]:
         """Return a row of plain values for every pair of graphs.
 
-        State, replays and failure are those of the call signature, which a step's pairs of one signature share.
+        State, replays and failure belong to the call signature: a step's pairs of one signature share them.
         """
         return [
             {"module": entry.pair.name, "instance": index}

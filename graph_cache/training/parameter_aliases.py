@@ -22,7 +22,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 class ParameterAliases:
-    """Context that replaces a module's parameters by aliases; `trainable` lists those of `trainable(module)`.
+    """Context that replaces a module's parameters by aliases; `trainable` lists the aliases of `trainable(module)`.
 
     An alias has a copy of its parameter's attributes. Attributes that the module sets on it don't reach the parameter.
     """

@@ -56,7 +56,7 @@ class RecordedStep:
         return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
     def captured_states(self) -> dict[CallSignature, CaptureState]:
-        """Return the states of the captures by signature, without those of which a pair failed."""
+        """Return the states of the captures by signature, without captures of which a pair failed."""
         return {signature: entry.capture for signature, entry in self.captured() if not entry.capture.failed}
 
     def captured(self) -> list[tuple[CallSignature, CapturedCall]]:

@@ -170,7 +170,7 @@ def refuse_backward_changes(
     backward_ran: Reads | None = None,
     functions: Collection[type] = (),
 ) -> Iterator[Reads]:
-    """Check the block, which is a captured backward, for side effects, such as those of a tensor's hooks.
+    """Check the block, which is a captured backward, for side effects, such as the effects of a tensor's hooks.
 
     Yields the code that it runs. Restores Python state and raises CaptureRefused after the block if the backward
     changes such state, reads what a replay would not read again, or uses tensors in the host's memory that its forward
@@ -207,7 +207,7 @@ def refuse_backward_changes(
 
 
 def _was_used(tensor: Tensor, addresses: Container[int], unknown: bool = True) -> bool:
-    """Whether the tensor's storage is among these; `unknown` for a tensor without a storage of its own."""
+    """Whether the tensor's storage is among these; `unknown` if `storage_of` finds none."""
     storage = storage_of(tensor)
     return unknown if storage is None else storage._cdata in addresses
 

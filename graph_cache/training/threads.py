@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Serve the calls of one thread, the first that calls, until it ends; run those of other threads eager.
+    """Serve the calls of one thread, the first that calls, until it ends; run other threads' calls eager.
 
     Autograd's threads belong to it: checkpoints recompute forwards in them. Other threads' calls wait for a capture to
     end, and the next capture for them: a capture replaces parameters of the modules for a moment.

@@ -76,7 +76,7 @@ class SdpaCoreAttention(nn.Module):
 
 
 def layer_spec(**options: Any) -> ModuleSpec:
-    """Return Megatron's local layer spec with SdpaCoreAttention. `options`: those of `get_gpt_layer_local_spec`."""
+    """Return Megatron's local layer spec with SdpaCoreAttention. `options`: as in `get_gpt_layer_local_spec`."""
     spec = get_gpt_layer_local_spec(**options)
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec

@@ -93,7 +93,7 @@ class DroplessExperts:
     def begin(self) -> None:
         """Replace, for eager calls too, so that they compute the same as a replay.
 
-        Moves the weights of a layer's experts next to each other where each has memory of its own.
+        Moves the weights of a layer's experts next to each other where they are separate tensors.
         """
         for layer in self._layers:
             dispatcher = layer.token_dispatcher

@@ -65,13 +65,13 @@ class FullIteration:
     the function on iterators over them: eagerly for the first `warmup_steps` calls of a call signature, then from a
     graph with static input buffers per chunk and microbatch. The signature is that of `CapturedIteration` plus every
     keyword, every field of the models' configurations, and the identity of model chunks and functions. Returns the
-    function's result with losses copied; Python numbers in it are those of the capture.
+    function's result with losses copied; Python numbers in it keep their values from the capture.
 
     `forward_only` calls do not touch gradients. Loss scales (`grad_scale_func`) are read at every call and applied as
     tensors in the graph, so they may change. `settings`: objects with Megatron's settings (arguments, configurations)
-    to check at construction; those of the models are checked at every call. `generators` are registered with each
-    graph, in addition to those of Megatron's tracker. `prepare` gets the model chunks before each call. Threads
-    run their calls one after another.
+    to check at construction; the models' settings are checked at every call. `generators` are registered with each
+    graph, in addition to the generators of Megatron's tracker. `prepare` gets the model chunks before each call.
+    Threads run their calls one after another.
 
     Raises GraphConfigError for what can't be captured and MicrobatchesRanOut, both before anything runs; GraphError if
     the step consumes a different number of batches than of microbatches.

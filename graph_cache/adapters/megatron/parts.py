@@ -72,7 +72,7 @@ def encoder_blocks(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module, Tr
 
 
 def section_of(models: Sequence[nn.Module], *, encoder: bool) -> list[Part]:
-    """Return the whole layers of the vision encoders, or those of everything else."""
+    """Return the whole layers of the vision encoders, or all other whole layers."""
     inside = {module for one in encoders_of(models) for module in one.modules()}
     return [layer for layer in layers_of(models) if (layer.module in inside) == encoder]
 

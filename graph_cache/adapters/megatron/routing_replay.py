@@ -66,7 +66,7 @@ class RoutingReplay:
             if not isinstance(ids, Tensor):
                 raise GraphConfigError(
                     f"{self._name}: its router is set to {action} and has no expert ids: call "
-                    "RouterReplay.set_replay_data with those of this microbatch before each forward"
+                    "RouterReplay.set_replay_data with the ids of this microbatch before each forward"
                 )
             kwargs[f"{TARGET}{index}"] = ids.to(next(self._module.parameters()).device)
         return args, kwargs

@@ -1,7 +1,7 @@
 """Pad the microbatches of Megatron-Core's vision encoders to token budgets, so that one graph per layer serves all.
 
 Hooks on the encoder's TransformerBlock pad its inputs and cut its outputs back. Images that are packed into one
-sequence (hidden states [patches, 1, h], with packed_seq_params) get the padding as a sequence of its own, so no
+sequence (hidden states [patches, 1, h], with packed_seq_params) get the padding as a separate sequence, so no
 attention crosses into it. Images of one size ([patches, images, h]) get further images.
 """
 

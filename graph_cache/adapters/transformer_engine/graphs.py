@@ -415,7 +415,7 @@ class TransformerEngineGraphs:
     def table(self) -> list[dict[str, Any]]:
         """Return one row per pair of graphs.
 
-        State and replays are those of the whole capture; bytes and seconds are its totals divided evenly.
+        State and replays describe the whole capture; bytes and seconds are its totals divided evenly.
         """
         if self._graph_set is None:
             return []

@@ -113,7 +113,7 @@ class InstalledTransformerEngine:
         if others:
             raise GraphConfigError(
                 f"{len(others)} generators used in the capture are not Transformer Engine's, "
-                "which registers only those of its own RNG tracker with its graphs: build the model "
+                "which registers only the generators of its RNG tracker with its graphs: build the model "
                 "with use_te_rng_tracker=True, or use cuda_graph_impl='local'"
             )
 
