@@ -135,7 +135,7 @@ def create_app(
     app.add_middleware(CountResponses, counter=responses)
     if config.root_path:
         app.add_middleware(RootPath, prefix=config.root_path)
-    # FastAPI matches routes in this order at every request: put the most frequent first. It builds those of a router
+    # FastAPI matches routes in this order at every request: put the most frequent first. It builds a router's routes
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
         routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses, routes_tokens,

@@ -86,7 +86,7 @@ class ServerConfig(NamesFields):
         response_store_entries, response_store_bytes: Maximum number and total size of stored responses of
             /v1/responses, with their conversations. The oldest are deleted first. 0 entries: store none.
         response_store_seconds: How long a response is stored.
-        trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a process of their own.
+        trust_request_chat_template: Accept chat templates in requests. They run sandboxed in a separate process.
         enable_prompt_tokens_details: Send `usage.prompt_tokens_details`; None: unless compat is "vllm", as in vLLM.
         return_token_ids: Add token ids and weight versions to completions and chats, unless a request says otherwise.
         return_tokens_as_token_ids: Write tokens of log-probabilities as "token_id:5", unless a request says otherwise.

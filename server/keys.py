@@ -1,7 +1,7 @@
 """API keys for the inference routes and separate keys for the admin routes.
 
 Keys come from files and environment variables. They are stored as digests only, so that no log line, error or object
-dump can show one. `http/keys.py` checks those of requests.
+dump can show one. `http/keys.py` checks the keys of requests.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
     from server.cli.flags import add_serving_flags
 
     parser.add_argument("input", metavar="IN.jsonl", help="requests: custom_id, method, url and body, one a line")
-    parser.add_argument("output", metavar="OUT.jsonl", help="results; those of an interrupted run are continued")
+    parser.add_argument("output", metavar="OUT.jsonl", help="results; an interrupted run is continued")
     parser.add_argument("--url", help="a running server, with its key in OPENAI_API_KEY (default: start one)")
     parser.add_argument(
         "--concurrency", type=whole_number(1, 4096), default=CONCURRENCY, metavar="N",

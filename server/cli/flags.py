@@ -60,7 +60,7 @@ SERVER_HELP = {
     "response_store_entries": "maximum number of stored responses of /v1/responses; 0: store none",
     "response_store_bytes": "maximum size of all stored responses with their conversations",
     "response_store_seconds": "how long a response is stored",
-    "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a process of their own",
+    "trust_request_chat_template": "accept chat templates in requests; they run sandboxed, in a separate process",
     "enable_prompt_tokens_details": "send usage.prompt_tokens_details; none: unless --compat vllm is on",
     "return_token_ids": "token ids and weight versions in completions and chats, unless a request says otherwise",
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5, unless a request says otherwise",
@@ -74,7 +74,7 @@ ENGINE_HELP = {
     "dtype": "data type of activations and KV cache",
     "device": "cpu, cuda, cuda:N, or auto",
     "load_format": "auto: load the weights; dummy: random weights",
-    "generation_config": "sampling parameters that requests leave out: auto: those of the model's "
+    "generation_config": "sampling parameters that requests leave out: auto: from the model's "
     "generation_config.json or .gguf file; engine: the engine's own; or a folder with a generation_config.json",
     "quantization": "quantise the linear layers of a plain checkpoint while it loads; none: store what it holds",
     "kv_cache_dtype": "storage of keys and values: auto (the model's data type), or 8-bit floats",
@@ -196,7 +196,7 @@ def _options(setting: dataclasses.Field, config_class: type, defaults: Mapping[s
 
 
 def add_serving_flags(parser: Parser, leave_out: Collection[str] = ()) -> None:
-    """Add the flags of a server and its engine, without those of the settings in `leave_out`, and --config."""
+    """Add the flags of a server and its engine, without the settings in `leave_out`, and --config."""
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS,
         help="YAML file with settings named as the flags; ENCORE_* variables override it, flags override both",

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         }  # fmt: skip
 
     def flags(self) -> list[str]:
-        """Return all flags, those of the subcommands included."""
+        """Return all flags, including the subcommands' flags."""
         own = [name for action in self._actions for name in action.option_strings]
         return own + [flag for parser in self.subcommands().values() for flag in parser.flags()]
 

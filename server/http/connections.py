@@ -36,7 +36,7 @@ ACCEPTING = "takes_connections"  # gauge, 1 while an API worker accepts connecti
 
 
 class OpenConnections:
-    """Open connections of each API worker. A worker sets its own count and reads those of all workers.
+    """Open connections of each API worker. A worker sets its own count and reads the counts of all workers.
 
     The gauge holds the count plus one while the worker accepts connections; 0 means a row without a worker.
     """

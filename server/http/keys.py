@@ -29,7 +29,7 @@ OPEN_PATHS = frozenset(
     }
 )
 OPEN_PREFIXES = ("/chat/", "/docs/")  # the files of these pages
-# The routes in the second part are those of server/routes/trainer.py; some names begin with others.
+# The second part lists the routes of server/routes/trainer.py; some names begin with others.
 ADMIN_PREFIXES = (
     "/graphs/", "/weights/", "/profile/", "/server_info", "/get_server_info",
     "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",

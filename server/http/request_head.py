@@ -1,4 +1,4 @@
-"""Checks of a request's head beyond those of the HTTP parser.
+"""Checks of a request's head beyond the HTTP parser's checks.
 
 A proxy that reads one of these requests differently could be made to forward a request that it has not seen.
 """

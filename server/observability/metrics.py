@@ -1,8 +1,8 @@
 """Prometheus metrics: engine counts, read at each scrape, and request latencies measured by the HTTP side.
 
-Names follow vLLM's metrics with the prefix `encore_`; those of the graph cache are our own. The caller owns the
-registry, so two servers in one process don't share counters. HTTP counters live in shared counters, which sum over the
-API workers.
+Names follow vLLM's metrics with the prefix `encore_`; the graph cache's metrics have no counterpart in vLLM. The caller
+owns the registry, so two servers in one process don't share counters. HTTP counters live in shared counters, which sum
+over the API workers.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def policy_headers(*further: str) -> dict[str, str]:
 
 
 class Assets(StaticFiles):
-    """The files in `static/NAME` and `static/shared`, and those of other `packages`, with `ASSET_HEADERS`.
+    """The files in `static/NAME` and `static/shared`, and the files of other `packages`, with `ASSET_HEADERS`.
 
     `packages` are pairs of an installed package and a folder in it. The package is found, not imported.
     """

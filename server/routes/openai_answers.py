@@ -112,7 +112,7 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(tokens: Tokenization, job: Job, wanted: int) -> list[dict[str, Any] | None]:
-    """Return vLLM's prompt_logprobs: per token, its own logprob and those of the `wanted` most likely, by id."""
+    """Return vLLM's prompt_logprobs: per token, its own logprob and the logprobs of the `wanted` most likely, by id."""
     found: list[dict[str, Any] | None] = []
     for one in job.output.prompt_logprobs or ():
         if one is None:

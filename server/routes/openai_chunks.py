@@ -126,8 +126,9 @@ class CompletionChunkChoices:
 class ChatChunkChoices:
     """Chunk choices of /v1/chat/completions: content, reasoning and tool calls, each with its own chunk.
 
-    `echoed` precedes the content. The finish reason comes in a chunk of its own, as OpenAI sends it; with `joins_end`
-    in that of the last delta, as vLLM does. `with_versions`: whether that chunk has the weight versions of its choice.
+    `echoed` precedes the content. The finish reason comes in a separate chunk, as OpenAI sends it; with `joins_end`
+    in the chunk of the last delta, as vLLM does. `with_versions`: whether that chunk has the weight versions of its
+    choice.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class ResponseEvents:
         self.output: list[dict[str, Any]] = []
 
     def add(self, parts: Iterable[Part], logprobs: Logprobs = ()) -> list[Event]:  # type: ignore[assignment]
-        """Return the events of further parts. `logprobs` are those of the tokens since the last call."""
+        """Return the events of further parts. `logprobs` are the logprobs of the tokens since the last call."""
         events: list[Event] = []
         self._logprobs += logprobs
         for part in parts:

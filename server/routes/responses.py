@@ -103,7 +103,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """Return the input items of a stored response, those of the responses that it continues included."""
+    """Return the input items of a stored response and of the responses that it continues."""
     items = await _store(request, response_id).items(response_id, request.state.owner)
     if items is None:
         raise _not_found(response_id)

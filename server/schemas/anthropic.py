@@ -269,7 +269,7 @@ def _part(block: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _user_messages(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
-    """Return the chat messages of a user's or system's message: results of calls are messages of their own."""
+    """Return the chat messages of a user's or system's message: results of calls are separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     found: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ FIELD_SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def constraint(fields: Mapping[str, Any]) -> StructuredOutputs | None:
-    """Return the constraint in a request's fields, of which others than those of FIELD_SCHEMAS are ignored.
+    """Return the constraint in a request's fields. Fields that are not in FIELD_SCHEMAS are ignored.
 
     Raises RequestError, naming the field, for an invalid one and for two constraints.
     """

@@ -86,7 +86,7 @@ OF_BODY = {
     },
     "ChatBody": {
         "echo": "begin the content with the last message, if it is the assistant's",
-        "add_special_tokens": "add the special tokens of the tokenizer to those of the chat template; default false",
+        "add_special_tokens": "add the tokenizer's special tokens, besides the chat template's; default false",
         "max_completion_tokens": "maximum number of generated tokens; equals max_tokens if both are sent",
         "logprobs": "logprobs of the tokens in the answer",
         "top_logprobs": "with logprobs: the most likely tokens to list",

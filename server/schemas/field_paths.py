@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _SCALARS = frozenset(("str", "int", "float", "bool", "bytes"))  # tried types of a union
 
-# Fields that are one object, with fields of its own.
+# Fields whose value is one object with fields.
 OBJECTS = frozenset(("stream_options", "options", "init_info", "update_info"))
 
 

@@ -1,7 +1,7 @@
 """Request body of POST /inference/v1/generate, vLLM's route from token ids to token ids.
 
-Sampling parameters are those of vLLM's SamplingParams. Unlike on the other routes, the model's defaults do not apply to
-parameters that are left out, as in vLLM: a trainer's log-probabilities would silently be those of another distribution.
+Sampling parameters follow vLLM's SamplingParams. Unlike on the other routes, the model's defaults do not apply to
+parameters that are left out, as in vLLM: a trainer's log-probabilities would silently describe another distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SERVED_SAMPLING = (
 
 
 def _sampling_schema() -> dict[str, Any]:
-    """Return the schema of the parameters: those of the OpenAI routes, and vLLM's others that change nothing."""
+    """Return the schema of the OpenAI routes' parameters, and of vLLM's other parameters that change nothing."""
     fields = OpenAISampling.model_json_schema()["properties"]
     known: dict[str, Any] = {name: dict(fields[name]) for name in SERVED_SAMPLING if name in fields}
     known["logprobs"] = dict(known["prompt_logprobs"])

@@ -156,7 +156,7 @@ class ResponseStore:
         return await self._run(cancel)
 
     async def still_running(self, response_ids: list[str]) -> set[str]:
-        """Return those of the background responses that still run. They are alive: their API worker calls this."""
+        """Return which of the background responses still run. They are alive: their API worker calls this."""
 
         def read() -> set[str]:
             found = self._still_running(response_ids)
@@ -218,7 +218,7 @@ class ResponseStore:
         return None if found is None else found[1]
 
     async def items(self, response_id: str, owner: str) -> list[dict[str, Any]] | None:
-        """Return the input items of a stored response, those of its predecessors included; None as in `response`."""
+        """Return the input items of a stored response and of its predecessors; None as in `response`."""
         found = await self._run(lambda: self._row(response_id, owner))
         return None if found is None else await asyncio.to_thread(json.loads, found[0])
 

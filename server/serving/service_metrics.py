@@ -23,7 +23,7 @@ class ServiceCollector:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the server's metric families; those of the model only once it is loaded."""
+        """Yield the server's metric families, and the model's families once it is loaded."""
         service = self._service
         yield gauge_family("ready", "1 while the server is ready, else 0.", not service.reasons_not_ready())
         yield gauge_family("num_requests_in_flight", "Admitted sequences that have not ended.", service.all_in_flight)

@@ -41,7 +41,7 @@ def lane_of(chars: int) -> Lane:
 class TextThreads:
     """Runs functions in daemon threads. The work of one lane never waits for that of another.
 
-    Each piece of work has a thread of its own, so that one can be interrupted without harm to the next. At most
+    Each piece of work has a separate thread, so that one can be interrupted without harm to the next. At most
     LANE_THREADS of a lane run at a time, also if their requests were cancelled. The places of a lane are shared fairly
     between the senders of requests.
     """

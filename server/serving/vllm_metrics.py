@@ -84,7 +84,7 @@ class VllmCollector:
         self._service, self._sources = service, list(sources)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the renamed families and those of vLLM alone, once the model is loaded."""
+        """Yield the renamed families and the families that only vLLM has, once the model is loaded."""
         if not self._service.started:
             return
         labels = {"model_name": self._service.model_names()[0], "engine": "0"}

@@ -77,7 +77,7 @@ def shared_prefix_prompts(
     rng: random.Random, scale: Scale, count: int, prefixes: int, prefix_tokens: int, input_tokens: int,
     output_tokens: int,
 ) -> list[Prompt]:  # fmt: skip
-    """Return prompts that begin with one of `prefixes` texts, in random order, and go on with text of their own."""
+    """Return prompts that begin with one of `prefixes` texts, in random order, and go on with different texts."""
     texts = [random_text(rng, scale.words(prefix_tokens)) for _ in range(prefixes)]
     rest = max(1, round(input_tokens / scale.per_word))
     found = [
