@@ -33,7 +33,7 @@ QUESTIONS = 10  # per step
 
 
 class Server:
-    """An Encore server in a process of its own, and the calls that a trainer makes."""
+    """An Encore server in a separate process, and the calls that a trainer makes."""
 
     def __init__(self, folder: str, port: int):
         self.url, self._admin_key = f"http://127.0.0.1:{port}", secrets.token_hex(16)

@@ -2,7 +2,7 @@
 
     python -m benchmarks kernels.small_gemm --shapes qwen3-0.6b --rows 1,8,32 --json FILE
 
-Each figure is one CUDA graph of 24 layers with weights of their own (more than the L2 cache holds), so weights come
+Each figure is one CUDA graph of 24 layers with separate weights (more than the L2 cache holds), so weights come
 from memory as they do in a model, and launches overlap as they do there. The floor is the weights' bytes over
 --bandwidth. chosen_us is the variant that the engine picks.
 """
@@ -155,7 +155,7 @@ def cublas(case: Case, buffers: dict[str, Any]) -> Any:
 
 
 def compile_some(job: tuple[str, int, int, int]) -> int:
-    """Fill Triton's cache from a process of its own: every `stride`-th candidate; how many could be launched."""
+    """Fill Triton's cache from a separate process: every `stride`-th candidate; how many could be launched."""
     shape, rows, offset, stride = job
     done = 0
     for case in cases(shape):

@@ -2,7 +2,7 @@
 
     python -m benchmarks serving.cpu_peers --llama-python /path/to/venv/bin/python --json FILE
 
-Each engine lives in a process of its own and loads the same GGUF file once; in each round all take their turn, in
+Each engine lives in a separate process and loads the same GGUF file once; in each round all take their turn, in
 changing order, so that a slow minute slows all of them. --llama-python names a Python that has llama-cpp-python;
 without it llama.cpp is listed as not installed. "encore" has OpenMP's threads wait as the command `encore` has them,
 "encore, default spin" as the library does by itself, which is also how the peers run.
@@ -180,7 +180,7 @@ def _row(what: str, asked: float | None, ratios: list[float]) -> dict[str, Any]:
 
 
 def agreement(peers: dict[str, Peer], batch: int) -> dict[str, str]:
-    """Count the rows whose tokens all equal those of transformers in float32, and the mean length of equal tokens."""
+    """Count the rows whose tokens all equal transformers' tokens in float32, and the mean length of equal tokens."""
     reference = peers["transformers fp32"].tokens.get(batch)
     found = {}
     for name, peer in peers.items():

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks serving.http_overhead --json FILE
 
-Tiny models on a CPU. Offline engine, server and load are processes of their own and take turns over several rounds.
+Tiny models on a CPU. Offline engine, server and load are separate processes and take turns over several rounds.
 Figures are of the best round of each, since the machine may be shared; CPU time per token stands beside them.
 """
 

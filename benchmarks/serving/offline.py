@@ -2,7 +2,7 @@
 
     python -m benchmarks serving.offline --shape qwen3-0.6b --engines encore,sglang --rounds 2 --json FILE
 
-Random weights, greedy, prompts as token ids. Each run is a process of its own; the engines take turns, so that a change
+Random weights, greedy, prompts as token ids. Each run is a separate process; the engines take turns, so that a change
 of the machine affects all. A peer must be importable: `--path sglang=/folder:/other` puts its folders on PYTHONPATH.
 
 decode_ms: (T(160 output tokens) - T(32)) / 128 with 512-token prompts, by batch size
@@ -212,7 +212,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def child(
     module: str, name: str, options: dict[str, Any], settings: dict[str, Any], paths: dict[str, str]
 ) -> dict[str, Any]:
-    """One engine's run of a benchmark module in a process of its own, with the folders of `paths` to import from."""
+    """One engine's run of a benchmark module in a separate process, with the folders of `paths` to import from."""
     environment = dict(os.environ)
     if name in paths:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), paths[name])))

@@ -4,11 +4,11 @@
 
 Arrivals are a Poisson process of --rate requests per second, the same for all engines (seed 7). Inputs are uniform in
 64..4,096 tokens, outputs in 16..512, greedy, random weights. With --long-every S, a prompt of --long-prompt tokens with
-16 output tokens arrives every S seconds besides; its first token is reported apart. Each engine runs in a process of
-its own and streams within it, without HTTP.
+16 output tokens arrives every S seconds besides; its first token is reported apart. Each engine runs in a separate
+process and streams within it, without HTTP.
 
 first_token_ms: from the arrival of a request to its first token
-inter_token_ms: between two events of a stream that bring tokens, except those of long prompts
+inter_token_ms: between two events of a stream that bring tokens, except in streams of long prompts
 output_tokens_per_s: from the first arrival to the last token
 late_ms: how late requests were submitted at most, a limit of what this client can drive
 """

@@ -200,7 +200,7 @@ KINDS = {"encore": Encore, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 class Worker:
-    """The parent's handle of an engine in a process of its own. Raises RuntimeError where that process ends."""
+    """The parent's handle of an engine in a separate process. Raises RuntimeError where that process ends."""
 
     def __init__(self, kind: str, settings: Mapping[str, Any], python: str = sys.executable):
         threads = str(settings["threads"])

@@ -3,7 +3,7 @@
     python -m benchmarks serving.shared_prefix --shape llama-3.1-8b --engines encore,single_rows,sglang --json FILE
 
 Random weights, greedy, prompts as token ids, with prefix caching; the prefixes are in the cache before. `single_rows`
-is Encore with attention that reads the keys of each row for that row alone. Each run is a process of its own, and the
+is Encore with attention that reads the keys of each row for that row alone. Each run is a separate process, and the
 engines take turns.
 
 common_ms: decode step of --rows requests that share --prefix tokens, as decode_ms of serving.offline

@@ -37,7 +37,7 @@ def tree(text: str) -> tuple[str, Path]:
 
 
 def run(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Measure one tree in a process of its own. Raises SystemExit with the process's output if it fails."""
+    """Measure one tree in a separate process. Raises SystemExit with the process's output if it fails."""
     options = {"shape": args.shape, "batches": args.batches, "repeats": args.repeats, "settings": args.settings}
     command = [sys.executable, str(Path(__file__).resolve()), WORKER, json.dumps(options)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}

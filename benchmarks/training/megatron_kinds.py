@@ -173,7 +173,7 @@ def _hybrid(config: TransformerConfig, args: argparse.Namespace) -> nn.Module:
 
 
 def set_up(kind: str, way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], Tensor], list[Engine]]:
-    """Return a function that runs step number n on data of its own, and what captures it."""
+    """Return a function that runs step number n on that step's data, and what captures it."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     parallel_state.initialize_model_parallel()

@@ -71,7 +71,7 @@ def build(way: str, args: argparse.Namespace) -> GPTModel:
 
 
 def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine]]:
-    """A function that runs step number n on data of its own, and what captures it."""
+    """A function that runs step number n on that step's data, and what captures it."""
     start_process()
     model = build(way, args)
     device = next(model.parameters()).device

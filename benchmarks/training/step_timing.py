@@ -1,6 +1,6 @@
 """Shared by the training benchmarks: the time of a step, the host's part of it and peak memory.
 
-Each way runs in a process of its own, so that peaks of memory do not mix.
+Each way runs in a separate process, so that peaks of memory do not mix.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def losses_of(step: Callable[[int], torch.Tensor], steps: int) -> list[float]:
 
 
 class LossComparison:
-    """Compares the losses of each row with those of the earlier ways of its batch: `compare` of `run_ways`."""
+    """Compares the losses of each row with the losses of the earlier ways of its batch: `compare` of `run_ways`."""
 
     def __init__(self) -> None:
         self._earlier: list[dict[str, Any]] = []

@@ -2,7 +2,7 @@
 
     python -m benchmarks training.training_step --batches 1,4,8 --json FILE
 
-24 layers of width 1,024 in bf16, 512 tokens, AdamW, random tokens. Each way runs in a process of its own, so that peaks
+24 layers of width 1,024 in bf16, 512 tokens, AdamW, random tokens. Each way runs in a separate process, so that peaks
 of memory do not mix. --recapture drops and captures the graphs of our ways five times instead, and shows the memory
 that stays.
 """
@@ -104,7 +104,7 @@ def prepare(way: str, model: Model, batch: int, length: int) -> tuple[Callable[.
 
 
 def set_up(way: str, batch: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine], Model]:
-    """A function that runs step number n on data of its own, what captures it, and its model."""
+    """A function that runs step number n on that step's data, what captures it, and its model."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Model(args.layers, args.width, args.length).to(device).bfloat16()

@@ -4,7 +4,7 @@
     python -m benchmarks training.vision_step --model megatron --json FILE
 
 Qwen3-VL-like: 24 layers of width 2,048, and an encoder of 27 layers of width 1,152, in bf16, AdamW. A batch has from 1
-to --batches images of 448 x 448 pixels (784 patches) in a text of --length tokens. Token budgets are those of
+to --batches images of 448 x 448 pixels (784 patches) in a text of --length tokens. Token budgets come from
 `tune_token_budgets` for these batches, and hold all of them.
 
 The row "padded" is eager with our padding. With --deterministic, which selects PyTorch's deterministic kernels, the
@@ -68,7 +68,7 @@ def settings_of(way: str, args: argparse.Namespace, most: int) -> EngineConfig:
 
 
 def set_up(way: str, most: int, args: argparse.Namespace) -> tuple[Callable[[int], torch.Tensor], list[Engine]]:
-    """Return a function that runs step number n on data of its own, and what captures it."""
+    """Return a function that runs step number n on that step's data, and what captures it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = [
         batch_of(seed, images, args.side, args.length, device) for seed, images in enumerate(images_per_batch(most))
