@@ -6,6 +6,7 @@
 - torch, web frameworks, Transformer Engine and Megatron are imported only where the tables below allow it.
 - CUDA graphs are captured in one file.
 - No Python file holds the source of a page.
+- Docstrings, comments and messages name things instead of pointing at them with a pronoun.
 
 Each rule is a function from files to violations, so that tests also show that it finds one.
 """
@@ -75,6 +76,17 @@ ADAPTERS = {
     "transformer_engine_torch": "graph_cache/adapters/transformer_engine",
     "megatron": "graph_cache/adapters/megatron",
 }
+# Phrase -> what to write instead.
+AVOIDED = {
+    "those of": "the noun again: 'the indices of this rank'",
+    "of its own": "'its own lock' or 'a separate process'",
+    "of their own": "'their own locks' or 'separate processes'",
+    "what of": "the noun",
+    "is meant": "the noun",
+    "at the begin": "'at the start'",
+}
+GAP = r"""(?:[\s#]|["']\s*f?["'])+"""  # between two words: white space, a comment's next line, or a string's next part
+AVOIDED_PATTERN = re.compile(rf"\b(?:{'|'.join(AVOIDED).replace(' ', GAP)})\b", re.IGNORECASE)
 # Names that only begin, end or hold a capture; is_current_stream_capturing is a question and free to all.
 CAPTURE_NAMES = {"CUDAGraph", "graph_pool_handle", "capture_begin", "capture_end"}
 CAPTURE_UNDER_CUDA = {"graph", "graphs", "make_graphed_callables"}
@@ -240,6 +252,14 @@ def upward_imports(package: str, graph: dict[str, set[str]]) -> list[str]:
     return sorted(found)
 
 
+def avoided_phrases(source: str) -> list[tuple[int, str]]:
+    """Return line and phrase of each phrase of AVOIDED, also where a line break splits it."""
+    return [
+        (source.count("\n", 0, match.start()) + 1, re.sub(GAP, " ", match[0].lower()))
+        for match in AVOIDED_PATTERN.finditer(source)
+    ]
+
+
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -380,6 +400,37 @@ def test_a_breach_is_found(place, source):
 )
 def test_what_is_lawful_is_left_alone(place, source):
     assert breaches(place, source) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_comments_and_messages_use_plain_words(package):
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{line}: {phrase!r}; write {AVOIDED[phrase]}"
+        for path in sources(package)
+        for line, phrase in avoided_phrases(path.read_text("utf-8"))
+    ]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"""Return the indices, without those of other ranks."""', [(1, "those of")]),
+        ("x = 1  # Those of other ranks", [(1, "those of")]),
+        ('"""Scales are those\n    of the matrix."""', [(1, "those of")]),
+        ("# a graph has memory of\n# its own", [(1, "of its own")]),
+        ('raise ValueError(\n    "give them names of their "\n    f"own, not {x}")', [(2, "of their own")]),
+        (
+            '"""Say what is meant.\n\nThen what of the rest, at the begin."""',
+            [(1, "is meant"), (3, "what of"), (3, "at the begin")],
+        ),
+        ('"""Return those that fit, at the beginning; each has its own lock and does it on its own."""', []),
+        ("those = [of for of in range(3)]", []),
+        ('names = ("those", "of")', []),
+    ],
+)
+def test_an_avoided_phrase_is_found(source, found):
+    assert avoided_phrases(source) == found
 
 
 def test_no_file_has_the_markers_of_an_unresolved_merge():
