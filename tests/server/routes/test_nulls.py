@@ -12,7 +12,9 @@ from server.schemas.requests import Wire
 REQUIRED = {
     "messages": [], "prompt": "a", "tokens": [1], "input": "a", "max_tokens": 3, "model": "m", "path": "a",
     "version": "v", "role": "user", "content": "a", "token_ids": [1], "new_version": "v", "action": "reset",
-    "model_path": "a", "name": "a",
+    "model_path": "a", "name": "a", "query": "a", "documents": ["a"], "text_1": "a", "text_2": "a",
+    "master_address": "a", "master_port": 1, "world_size": 2, "names": ["a"], "dtypes": ["a"], "dtype_names": ["a"],
+    "shapes": [[1]], "init_info": {"master_address": "a", "master_port": 1, "world_size": 2},
 }  # fmt: skip
 
 
