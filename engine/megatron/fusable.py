@@ -34,7 +34,7 @@ _REQUIRED_SETTINGS = {
 """Fields of TransformerConfig, where its version has them, and the only value that the kernels support."""
 
 _KNOWN_PACKAGES = ("megatron.core.", "transformer_engine.", "torch.nn.modules.", "apex.")
-_OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias"}
+_OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "sinks"}
 
 
 def fusable_tensors(model: MegatronDecoder) -> MegatronTensors:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.core.operations import ASKED
+from engine.core.captures import ASKED
 from graph_cache.keys import STALE
 from graph_cache.stats import CacheStats
 from server.observability.metrics import graph_families

@@ -320,7 +320,16 @@ def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine
 
     from engine.client.counters import COUNTS, GRAPH_COUNTS
 
-    gauges = {"num_running", "num_waiting", "num_deferred", "kv_cache_usage", "warm", "weight_version", "last_error"}
+    gauges = {
+        "num_running",
+        "num_waiting",
+        "num_deferred",
+        "kv_cache_usage",
+        "warm",
+        "weight_version",
+        "last_error",
+        "pause",
+    }
     merged = {"ended", "graphs", "accepted_by_position", "histograms"}
     assert {field.name for field in fields(EngineStats)} == gauges | merged | set(COUNTS)
     graphs = make_engine().stats().graphs

@@ -123,8 +123,8 @@ def test_wait_answers_when_running_requests_have_ended_and_holds_new_ones(server
     held = threads.submit(generate, server, max_tokens=4)
     assert pause.result(30).json() == {"status": "paused"}
     assert choice_of(running_request.result(30))["finish_reason"] == "length"
-    time.sleep(0.2)
-    assert not held.done() and server.service.client.stats().num_waiting == 1
+    server.wait(lambda: server.service.client.stats().num_waiting == 1, "the held request")
+    assert not held.done()
     server.answer("/resume", None)
     assert choice_of(held.result(30))["finish_reason"] == "length"
 

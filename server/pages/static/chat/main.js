@@ -48,8 +48,8 @@ function ask(change) {
 
 async function answered(makeBody) {
   const { answer, view } = await exchange.run(makeBody);
+  await save();  // first, so that an answer that looks complete survives a reload
   conversation.keepAtEnd(() => finish(answer, view));
-  save();
 }
 
 function finish(answer, view) {
