@@ -43,6 +43,7 @@ def test_the_whole_run_learns_with_every_seed() -> None:
     assert all(float(row[4]) < 1e-3 and row[6:] == ("0", "0") for row in rows)
 
 
+@pytest.mark.slow
 def test_a_server_is_trained_over_http() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -149,6 +149,7 @@ def test_layers_without_a_microbatch_attribute_count_calls_of_a_step():
     graphs.detach()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_order_of_forwards_and_backwards_gives_wrong_gradients(data):
