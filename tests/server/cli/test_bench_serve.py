@@ -60,7 +60,7 @@ def test_a_load_on_our_server_is_counted_as_the_server_counts_it(
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert 0 <= report[f"median_{name}_ms"] <= report[f"p99_{name}_ms"]
         assert f"{report[f'median_{name}_ms']:,.2f}" in shown and f"({name.upper()})" in shown
-    assert report["median_ttft_ms"] < report["median_e2el_ms"]
+    assert report["median_ttft_ms"] <= report["median_e2el_ms"]  # a busy client may get an answer in one piece
     assert report["backend"] == ("openai-chat" if route else "openai") and report["request_rate"] == "inf"
     assert plot.read_text().startswith("<?xml")
 

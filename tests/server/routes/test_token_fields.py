@@ -247,7 +247,8 @@ def test_stats_count_the_tokens_of_each_graph_bucket(start_server, path):
         for stats in (whole, last["stats"]):
             assert sum(stats["graph_buckets"].values()) == 10
             assert stats["graph_buckets"]["4"] >= 6 and stats["graph_buckets"]["eager"] >= 1
-            assert 0 <= stats["queue_seconds"] <= stats["first_token_seconds"] < 10
+            # The second sample waits in the queue for the first one's prompt, maybe beyond the first token.
+            assert 0 <= stats["queue_seconds"] < 10 and 0 <= stats["first_token_seconds"] < 10
     assert "stats" not in server.answer(path, {**prompt, **GREEDY})
 
 
