@@ -175,8 +175,8 @@ class Engine:
 
         The engine runs while the iterator is advanced. Between two samples, weights may be updated, and other calls may
         generate: their requests share the batches. During a pause the iterator waits for `resume`, by another thread.
-        Closing it aborts what is left. `expected_tokens`: how
-        many tokens the samples of each prompt may take; the longest start first, so that the batch stays full.
+        Closing it aborts what is left. `expected_tokens`: how many tokens the samples of each prompt may take; the
+        longest start first, so that the batch stays full.
         """
         generation = self._generation(prompts, sampling_params, prompt_token_ids, expected_tokens)
         return self._samples(generation, use_tqdm)

@@ -29,14 +29,9 @@ class CaptureLog:
         self._next = 0.0
         self._num_captured = 0
 
-    def captured(self, missing: int, *, is_last: bool) -> None:
-        """Note that a graph was captured and how many are missing; `is_last`: none was left to capture."""
+    def captured(self, missing: int) -> None:
+        """Note that a graph was captured, and how many are missing."""
         now = time.monotonic()
-        if is_last:
-            if self._began is not None:
-                logger.info("captured %d graphs in %.1f s; none is missing", self._num_captured, now - self._began)
-            self._began, self._num_captured = None, 0
-            return
         self._num_captured += 1
         if self._began is None:
             self._began, self._next = now, now + LOG_SECONDS
@@ -44,6 +39,13 @@ class CaptureLog:
         elif now >= self._next:
             self._next = now + LOG_SECONDS
             logger.info("captured %d of %d graphs", self._num_captured, self._num_captured + missing)
+
+    def completed(self) -> None:
+        """Note that no graph is missing."""
+        if self._began is not None:
+            seconds = time.monotonic() - self._began
+            logger.info("captured %d graphs in %.1f s; none is missing", self._num_captured, seconds)
+        self._began, self._num_captured = None, 0
 
 
 class Captures:
@@ -109,11 +111,11 @@ class Captures:
         except CaptureInterrupted:
             self._waits_for_idle = has_stalled()
             return False
-        missing = len(self._cache.pending())
-        self._log.captured(missing, is_last=not captured)
         if not captured:
+            self._log.completed()
             self._is_requested = False
             return False
+        self._log.captured(len(self._cache.pending()))
         elapsed = time.monotonic() - now
         self._next_capture = now + elapsed / (CPU_CAPTURE_SHARE if backend.capture_runs else GPU_CAPTURE_SHARE)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -13,17 +12,3 @@ class Pending(NamedTuple):
 
     future: Future[Any]
     finish: Callable[[Any], Any]
-
-
-def in_background(function: Callable[[], Any], name: str) -> Future[Any]:
-    """Call `function` in a daemon thread, which the end of the process doesn't wait for."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return future

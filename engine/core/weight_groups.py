@@ -9,15 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.core.pending import Pending, in_background
+from engine.core.pending import Pending
 from engine.distributed.weight_group import PACKED_BYTES, TIMEOUT_SECONDS, WeightGroup, tensor_specs
 from engine.errors import RequestError
+from engine.utils.daemon_thread import in_background
 from graph_cache.validation import did_you_mean
+
+
+class _Joined(NamedTuple):
+    """A group, and how tensors are sent over it unless a call says otherwise; see WeightGroups.join."""
+
+    group: WeightGroup
+    packed: bool
+    packed_bytes: int
 
 
 class WeightGroups:
@@ -25,8 +34,7 @@ class WeightGroups:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._groups: dict[str, WeightGroup] = {}
-        self._packing: dict[str, tuple[bool, int]] = {}  # by name, how tensors are sent unless a call says otherwise
+        self._groups: dict[str, _Joined] = {}
         self._busy: dict[str, Future[Any]] = {}  # by name, the thread that uses the group or joins it
 
     def join(
@@ -70,7 +78,7 @@ class WeightGroups:
             )
 
         def finish(group: WeightGroup) -> None:
-            self._groups[name], self._packing[name] = group, (packed, packed_bytes)
+            self._groups[name] = _Joined(group, packed, packed_bytes)
 
         return self._start(name, run, finish)
 
@@ -89,21 +97,21 @@ class WeightGroups:
         arrive, the group is left, since nothing can follow on it.
         """
         specs = tensor_specs(names, dtypes, shapes)
-        group = self._groups.get(name)
-        if group is None:
+        joined = self._groups.get(name)
+        if joined is None:
             raise RequestError(
                 f"no weight group {name!r} was joined{did_you_mean(name, self._groups)}: join it first",
                 param="group_name",
             )
         self._require_free(name)
-        is_packed, nbytes = self._packing[name] if packed is None else (packed, sys.maxsize)
+        is_packed, nbytes = (joined.packed, joined.packed_bytes) if packed is None else (packed, sys.maxsize)
 
         def run() -> list[tuple[str, Tensor]]:
             try:
-                return group.receive(specs, packed=is_packed, nbytes=nbytes)
+                return joined.group.receive(specs, packed=is_packed, nbytes=nbytes)
             except BaseException:
                 self._groups.pop(name, None)
-                group.close()
+                joined.group.close()
                 raise
 
         return self._start(name, run, finish)
@@ -111,9 +119,9 @@ class WeightGroups:
     def leave(self, name: str, *, missing_ok: bool = False) -> None:
         """Leave a group. Raises RequestError if there is none of that name, or if it is in use."""
         self._require_free(name)
-        group = self._groups.pop(name, None)
-        if group is not None:
-            group.close()
+        joined = self._groups.pop(name, None)
+        if joined is not None:
+            joined.group.close()
         elif not missing_ok:
             raise RequestError(f"no weight group {name!r} was joined", param="group_name")
 

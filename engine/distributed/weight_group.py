@@ -131,10 +131,15 @@ class WeightGroup:
     ) -> list[tuple[str, Tensor]]:
         """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive."""
         received: list[tuple[str, Tensor]] = []
-        for chunk in chunks(specs, nbytes) if packed else ([spec] for spec in specs):
+        if not packed:
+            for spec in specs:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                self._broadcast(tensor)
+                received.append((spec.name, tensor))
+            return received
+        for chunk in chunks(specs, nbytes):
             buffer = torch.empty(sum(spec.nbytes for spec in chunk), dtype=torch.uint8, device=self._device)
-            whole = [buffer] if packed else [buffer.view(spec.dtype).view(spec.shape) for spec in chunk]
-            self._broadcast(whole[0])
+            self._broadcast(buffer)
             start = 0
             for spec in chunk:
                 part = buffer[start : start + spec.nbytes]
@@ -176,10 +181,12 @@ def _new_group(
 def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:
     """Divide specs into the chunks that are packed together: each ends with the tensor that exceeds `nbytes`."""
     chunk: list[TensorSpec] = []
+    size = 0
     for spec in specs:
         chunk.append(spec)
-        if sum(one.nbytes for one in chunk) > nbytes:
+        size += spec.nbytes
+        if size > nbytes:
             yield chunk
-            chunk = []
+            chunk, size = [], 0
     if chunk:
         yield chunk

@@ -10,8 +10,8 @@ import atexit
 import gc
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from engine.executor.rank_state import StateTracker
 from engine.executor.reports import describe_error
 from engine.executor.worker_group import POLL_SECONDS, DeviceReady, WeightsLoaded, WorkerGroup, WorkerReady
 from engine.scheduling.batch import Batch
+from engine.utils.daemon_thread import in_background
 from engine.utils.processes.log import log_format
 from engine.worker.async_output import AsyncStepOutput
 from engine.worker.startup import WorkerPlan, WorkerStart
@@ -66,23 +67,11 @@ def _run_while_ranks_live(group: WorkerGroup, function: Callable[[], T]) -> T:
 
     Raises EngineDead if a worker ends meanwhile, instead of waiting for it forever.
     """
-    values: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            values.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="encore-meet")
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_SECONDS)
+    future = in_background(function, "encore-meet")
+    while not future.done():
+        wait([future], POLL_SECONDS)
         group.poll()
-    if errors:
-        raise errors[0]
-    return values[0]
+    return future.result()
 
 
 class MultiprocExecutor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.config import ALL_ACTIVATIONS, Family, LayerNorms, TensorNames
 
 POST_NORMS = LayerNorms(
@@ -12,6 +14,24 @@ POST_NORMS = LayerNorms(
 )
 GATE_UP = ("gate_up_proj",)
 GLM_IDS = {"eos_token_id": [151329, 151336, 151338]}
+
+GLM = Family(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        **GLM_IDS,
+    },
+    activations=ALL_ACTIVATIONS,
+    names=TensorNames(gate_up=GATE_UP),
+    output_bias=False,
+    partial_rotary=True,
+    rope_interleaved=True,
+)
 
 FAMILIES = (
     Family(architecture="LlamaForCausalLM", model_type="llama", activations=ALL_ACTIVATIONS, mlp_bias_key="mlp_bias"),
@@ -192,39 +212,11 @@ FAMILIES = (
         output_bias=False,
         mlp_bias_key="mlp_bias",
     ),
-    Family(
-        architecture="GlmForCausalLM",
-        model_type="glm",
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1.5625e-07,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            **GLM_IDS,
-        },
-        activations=ALL_ACTIVATIONS,
-        names=TensorNames(gate_up=GATE_UP),
-        output_bias=False,
-        partial_rotary=True,
-        rope_interleaved=True,
-    ),
-    Family(
+    GLM,
+    replace(
+        GLM,
         architecture="Glm4ForCausalLM",
         model_type="glm4",
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1.5625e-07,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            **GLM_IDS,
-        },
-        activations=ALL_ACTIVATIONS,
-        names=TensorNames(gate_up=GATE_UP),
         norms=LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
-        output_bias=False,
-        partial_rotary=True,
-        rope_interleaved=True,
     ),
 )

@@ -6,9 +6,27 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def in_background(function: Callable[[], T], name: str) -> Future[T]:
+    """Call `function` in a daemon thread of this name, and return the future of its value or exception."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # so that nobody cancels it
+
+    def run() -> None:
+        try:
+            value = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future
 
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
@@ -18,24 +36,20 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
     that is stopped during a download would go on until the download ends.
     """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    waiting: asyncio.Future[T] = loop.create_future()
+    done = in_background(lambda: function(*args), f"encore-{function.__name__}")
 
-    def finish(value: Any, error: Exception | None) -> None:
-        if future.done():
+    def finish() -> None:
+        if waiting.done():
             return
-        if error is None:
-            future.set_result(value)
+        if (error := done.exception()) is None:
+            waiting.set_result(done.result())
         else:
-            future.set_exception(error)
+            waiting.set_exception(error)
 
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*args)
-        except Exception as exc:
-            error = exc
+    def wake(_: Future[T]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-            loop.call_soon_threadsafe(finish, value, error)
+            loop.call_soon_threadsafe(finish)
 
-    threading.Thread(target=run, daemon=True, name=f"encore-{function.__name__}").start()
-    return await future
+    done.add_done_callback(wake)
+    return await waiting
