@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.models.registry import config_from_folder, find_entry
 from tests.support.families import FAMILIES, WINDOW, tiny_folder
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 PROMPTS = [[5 + (7 * place + shift) % 300 for place in range(6 * WINDOW + shift)] for shift in range(5)]
 COUNT = 12
-EXACT = 2e-3  # of log-probabilities in float32 on a GPU, beside those on a CPU, which equal transformers'
+EXACT = 1e-3  # mean difference of log-probabilities in float32 on a GPU from those on a CPU, which equal transformers'
 RATIO, SLACK = 1.5, 0.01  # of the mean difference from float32, of fused steps beside the model's own layers
 
 pytestmark = pytest.mark.gpu
@@ -46,10 +45,7 @@ def difference(one, other) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_steps_of_a_gpu_are_as_near_to_float32_as_the_models_own_layers(family, tiny_model, tmp_path):
     folder = tiny_folder(family, tmp_path, tiny_model, **SIZES)
-    architecture = config_from_folder(folder).architecture
-    if defect := find_entry({"architectures": [architecture]}, str(folder)).gpu_defect:
-        pytest.skip(defect)
     truth = scores(folder, "cpu", "float32")
-    assert difference(scores(folder, "cuda", "float32"), truth).max() < EXACT
+    assert difference(scores(folder, "cuda", "float32"), truth).mean() < EXACT
     own = difference(scores(folder, "cuda", "bfloat16", "torch"), truth).mean()
     assert difference(scores(folder, "cuda", "bfloat16"), truth).mean() < RATIO * own + SLACK

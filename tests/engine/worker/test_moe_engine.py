@@ -12,7 +12,6 @@ import torch
 from engine import Engine
 from engine.errors import WeightUpdateError
 from engine.loader.weights import load_hf_folder
-from engine.models.registry import config_from_folder, find_entry
 from tests.engine.lively import PROMPTS, Reference
 from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.families import WITH_EXPERTS, load_reference, tiny_folder
@@ -35,10 +34,6 @@ def folder(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
 @pytest.fixture(params=DEVICES)
 def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[..., Engine]]:
     """Make engines with settings; each is checked for leaks and closed after the test."""
-    config = config_from_folder(folder)
-    defect = find_entry({"architectures": [config.architecture]}, str(folder)).gpu_defect
-    if request.param == "cuda" and defect:
-        pytest.skip(defect)
     with engines(model=str(folder), device=request.param, page_size=8) as make:
         yield make
 
