@@ -20,6 +20,7 @@ from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
 from server.http.streaming import ClientDisconnected
+from server.http.turns import Turns
 from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
@@ -135,6 +136,7 @@ def create_app(
     app.add_middleware(CountResponses, counter=responses)
     if config.root_path:
         app.add_middleware(RootPath, prefix=config.root_path)
+    app.add_middleware(Turns)
     # FastAPI matches routes in this order at every request: put the most frequent first. It builds a router's routes
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (

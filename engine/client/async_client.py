@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 30.0  # without a report, after which the engine is not ready; the supervisor kills it later
 STOP_SECONDS = 10.0
+SLICE_SECONDS = 0.005  # of delivering tokens, between which probes and other requests get their turn
 PAUSE_POLL_SECONDS = 0.05  # between two looks whether the requests that a pause waits for have ended
 
 
@@ -166,6 +168,7 @@ class EngineClient:
         self._parents: dict[str, str] = {}  # child -> parent
         self._processor: OutputProcessor  # set by `start`, like `_loop`
         self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._reports: deque[Iterator[None]] = deque()  # what is left to do of each
         self._client, self._numbers = client, itertools.count(client * CLIENT_ID_SPAN)
         self._ready: asyncio.Future[None] | None = None
         self._beginning: asyncio.Task[ModelSource] | None = None
@@ -430,11 +433,31 @@ class EngineClient:
 
     def _handle_report(self, report: Report) -> None:
         self._last_report = time.monotonic()
+        self._reports.append(self._handling(report))
+        if len(self._reports) == 1:
+            self._continue_reports()
+
+    def _continue_reports(self) -> None:
+        """Handle reports in order for up to SLICE_SECONDS, then let the event loop do what else is ready."""
+        until = time.monotonic() + SLICE_SECONDS
+        try:
+            while self._reports:
+                for _ in self._reports[0]:
+                    if time.monotonic() > until:
+                        return
+                self._reports.popleft()
+        finally:
+            if self._reports:
+                self._loop.call_soon(self._continue_reports)
+
+    def _handling(self, report: Report) -> Iterator[None]:
+        """Handle a report; yield where the rest may wait."""
         if isinstance(report, Events):
             for columns in report.tokens:
-                self._deliver_columns(columns)
+                yield from self._deliver_columns(columns)
             for event in report.events:
                 self._deliver(event)
+                yield
         elif isinstance(report, Snapshot):
             self._stats = report.stats
         elif isinstance(report, Reply):
@@ -468,8 +491,8 @@ class EngineClient:
         else:
             self._queue_delta(parent, delta)
 
-    def _deliver_columns(self, columns: Tokens) -> None:
-        """Deliver many plain events; the hot path of a busy server."""
+    def _deliver_columns(self, columns: Tokens) -> Iterator[None]:
+        """Deliver many plain events, and yield after each; the hot path of a busy server."""
         parents, process_one = self._parents, self._processor.one
         version, bucket = columns.weight_version, columns.graph_bucket
         logprobs = columns.logprobs or [b""] * len(columns.token_ids)
@@ -479,6 +502,7 @@ class EngineClient:
                 delta = process_one(child_id, token_id, version, bucket, TokenLogprobs([record]) if record else None)
                 if delta is not None:
                     self._queue_delta(parent, delta)
+                    yield
 
     def _queue_delta(self, parent: str, delta: OutputDelta) -> None:
         if delta.abort:
