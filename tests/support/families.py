@@ -283,6 +283,6 @@ def load_reference(folder: Path) -> transformers.PreTrainedModel:
     """Load the float32 model of a folder in transformers. Its SDPA attention refuses soft-caps of scores."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     for module in model.modules():
-        if type(module).__name__ == "GptOssExperts":  # transformers 5.17 ignores these fields of the config
-            module.alpha, module.limit = model.config.swiglu_alpha, model.config.swiglu_limit
+        if type(module).__name__ == "GptOssExperts":  # transformers 5.17 ignores this field of the config
+            module.limit = model.config.swiglu_limit
     return model.eval()
