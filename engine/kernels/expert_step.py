@@ -108,7 +108,7 @@ def add_experts(
     """Add the experts' outputs for rms_norm(hidden) to hidden [T, h], contiguous, and return the normed rows [T, h].
 
     `norm` [h], `eps`: of the RMSNorm. `valid` bool [T]: rows that are not valid use no expert. T is at most MAX_ROWS.
-    `tiles` override those of few rows, gated and down.
+    `tiles`: for the gated GEMM of few rows and for the one of down, instead of `choose_tile`'s.
     """
     rows = len(hidden)
     route(hidden, experts, scratch, norm=norm, eps=eps, valid=valid)

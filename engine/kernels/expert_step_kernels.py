@@ -62,11 +62,11 @@ def route_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrivals_ptr + row_tile, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         experts = tl.arange(0, E_PAD)
-        mask = is_row[:, None] & (experts < E)[None, :]
+        is_score = is_row[:, None] & (experts < E)[None, :]
         # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
         scores = tl.load(
             logits_ptr + offs_m.to(tl.int64)[:, None] * E + experts[None, :],
-            mask=mask, other=float("-inf"), cache_modifier=".cg",
+            mask=is_score, other=float("-inf"), cache_modifier=".cg",
         )  # fmt: skip
         scores = tl.where(is_row[:, None], scores, 0.0)  # no -inf - -inf
         left = tl.exp(scores - tl.max(scores, 1)[:, None])
@@ -86,10 +86,10 @@ def route_kernel(
         if VALID:
             valid = tl.load(valid_ptr + offs_m, mask=is_row, other=0) != 0
             chosen = tl.where(valid[:, None], chosen, -1)
-        at = offs_m[:, None] * TOP_K + choices[None, :]
-        mask = is_row[:, None] & (choices < TOP_K)[None, :]
-        tl.store(weights_ptr + at, weights, mask=mask)
-        tl.store(experts_ptr + at, chosen, mask=mask)
+        entries = offs_m[:, None] * TOP_K + choices[None, :]
+        is_entry = is_row[:, None] & (choices < TOP_K)[None, :]
+        tl.store(weights_ptr + entries, weights, mask=is_entry)
+        tl.store(experts_ptr + entries, chosen, mask=is_entry)
         tl.store(arrivals_ptr + row_tile, 0)
 
 
