@@ -22,6 +22,7 @@ from engine.kernels.expert_step_kernels import (
     few_rows_kernel,
     one_row_down_kernel,
     one_row_gate_up_kernel,
+    one_row_route_kernel,
     route_kernel,
 )
 from engine.kernels.launch import cdiv, launch_options, next_power_of_2, overlaps
@@ -33,7 +34,7 @@ MAX_ROWS = 256
 
 FEW_ROWS = 16
 FORMATS = tuple(PLAIN_FORMATS[dtype] for dtype in (torch.bfloat16, torch.float16))
-_ROUTER_TILE = 16  # experts per program
+_ROUTER_TILE, _ONE_ROW_ROUTER_TILE = 16, 4  # experts per program
 
 
 class ExpertTensors(NamedTuple):
@@ -67,7 +68,7 @@ class Tile(NamedTuple):
 
 def choose_tile(gated: bool) -> Tile:
     """Return the tile of `few_rows_kernel`."""
-    return Tile(32, 128, 4, 4) if gated else Tile(64, 128, 4, 4)
+    return Tile(32, 256, 4, 3) if gated else Tile(64, 128, 4, 4)
 
 
 def one_row_tile(inputs: int, gated: bool) -> Tile:
@@ -153,12 +154,24 @@ def route(
 ) -> None:
     """Write the normed rows of hidden [T, h], and their experts and weights, to the scratch."""
     (rows, width), count, pdl = hidden.shape, len(experts.router), overlaps(hidden)
-    route_kernel[(cdiv(count, _ROUTER_TILE), cdiv(rows, FEW_ROWS))](
+    tensors = (
         hidden, norm, experts.router, _or(experts.router_bias, norm), _or(valid, norm), scratch.normed, scratch.logits,
-        scratch.arrivals, scratch.weights, scratch.chosen, rows, eps,
-        H=width, E=count, E_PAD=next_power_of_2(count), TOP_K=experts.top_k, K_PAD=next_power_of_2(experts.top_k),
-        BM=FEW_ROWS, BE=_ROUTER_TILE, BK=128, NORMALIZE=experts.normalize, BIAS=experts.router_bias is not None,
-        VALID=valid is not None, PDL=pdl, num_warps=4, **launch_options(pdl),
+        scratch.arrivals, scratch.weights, scratch.chosen,
+    )  # fmt: skip
+    options = {
+        "H": width, "E": count, "E_PAD": next_power_of_2(count), "TOP_K": experts.top_k,
+        "K_PAD": next_power_of_2(experts.top_k), "NORMALIZE": experts.normalize,
+        "BIAS": experts.router_bias is not None, "VALID": valid is not None, "PDL": pdl, **launch_options(pdl),
+    }  # fmt: skip
+    if rows == 1:
+        depth = min(4096, next_power_of_2(width))
+        one_row_route_kernel[(cdiv(count, _ONE_ROW_ROUTER_TILE),)](
+            *tensors, eps, BE=_ONE_ROW_ROUTER_TILE, BK=depth, num_warps=8 if depth > 2048 else 4, **options
+        )
+        return
+    route_kernel[(cdiv(count, _ROUTER_TILE), cdiv(rows, FEW_ROWS))](
+        *tensors, rows, eps, BM=FEW_ROWS, BE=_ROUTER_TILE, BK=256, WIDE=min(512, next_power_of_2(width)), num_warps=4,
+        **options,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ def route_kernel(
     hidden_ptr, norm_ptr, router_ptr, bias_ptr, valid_ptr, normed_ptr, logits_ptr, arrivals_ptr, weights_ptr,
     experts_ptr, rows, eps,
     H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BM: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, VALID: tl.constexpr,
-    PDL: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    VALID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm BM rows of hidden [rows, H], and choose TOP_K of E experts for each by the softmax of its logits.
 
@@ -39,8 +39,10 @@ def route_kernel(
     if PDL:
         gdc_wait()
     squares = tl.zeros([BM], tl.float32)
-    for start in range(0, H, BK):
-        x = tl.load(x_ptrs + start, mask=is_row[None, :] & (start + cols < H)[:, None], other=0.0).to(tl.float32)
+    wide = tl.arange(0, WIDE)
+    for start in tl.static_range(0, H, WIDE):
+        at = offs_m.to(tl.int64)[None, :] * H + (start + wide)[:, None]
+        x = tl.load(hidden_ptr + at, mask=is_row[None, :] & (start + wide < H)[:, None], other=0.0).to(tl.float32)
         squares += tl.sum(x * x, 0)
     rstd = tl.rsqrt(squares / H + eps)[None, :]
     logits = tl.zeros([BE, BM], tl.float32)
@@ -56,11 +58,69 @@ def route_kernel(
             tl.store(normed_ptrs + start, normed, mask=mask)
     if BIAS:
         logits += tl.load(bias_ptr + offs_e, mask=offs_e < E, other=0.0).to(tl.float32)[:, None]
-    at = logits_ptr + offs_m.to(tl.int64)[None, :] * E + offs_e[:, None]
-    tl.store(at, logits, mask=is_row[None, :] & (offs_e < E)[:, None])
+    logits_ptrs = logits_ptr + offs_m.to(tl.int64)[None, :] * E + offs_e[:, None]
+    tl.store(logits_ptrs, logits, mask=is_row[None, :] & (offs_e < E)[:, None])
+    _choose_last(
+        logits_ptr, valid_ptr, weights_ptr, experts_ptr, arrivals_ptr + row_tile, offs_m, is_row, E, E_PAD, TOP_K,
+        K_PAD, BM, NORMALIZE, VALID,
+    )  # fmt: skip
+
+
+@triton.jit
+def one_row_route_kernel(
+    hidden_ptr, norm_ptr, router_ptr, bias_ptr, valid_ptr, normed_ptr, logits_ptr, arrivals_ptr, weights_ptr,
+    experts_ptr, eps,
+    H: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, NORMALIZE: tl.constexpr, BIAS: tl.constexpr, VALID: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Do what `route_kernel` does, for one row."""
+    if PDL:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    offs_e = tile * BE + tl.arange(0, BE)
+    cols = tl.arange(0, BK)
+    w_ptrs = router_ptr + offs_e[:, None] * H + cols[None, :]
+    w = tl.load(w_ptrs, mask=(offs_e < E)[:, None] & (cols < H)[None, :], other=0.0)
+    scale = tl.load(norm_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    squares = tl.zeros([BK], tl.float32)
+    for start in tl.static_range(0, H, BK):
+        x = tl.load(hidden_ptr + start + cols, mask=start + cols < H, other=0.0).to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / H + eps)
+    logits = tl.zeros([BE], tl.float32)
+    for start in tl.static_range(0, H, BK):
+        in_row = start + cols < H
+        x = tl.load(hidden_ptr + start + cols, mask=in_row, other=0.0).to(tl.float32)
+        normed = (x * rstd * scale).to(normed_ptr.dtype.element_ty)
+        logits += tl.sum(w.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+        if tile == 0:
+            tl.store(normed_ptr + start + cols, normed, mask=in_row)
+        if start + BK < H:
+            in_row = start + BK + cols < H
+            w = tl.load(w_ptrs + start + BK, mask=(offs_e < E)[:, None] & in_row[None, :], other=0.0)
+            scale = tl.load(norm_ptr + start + BK + cols, mask=in_row, other=0.0).to(tl.float32)
+    if BIAS:
+        logits += tl.load(bias_ptr + offs_e, mask=offs_e < E, other=0.0).to(tl.float32)
+    tl.store(logits_ptr + offs_e, logits, mask=offs_e < E)
+    offs_m = tl.arange(0, 1)
+    _choose_last(
+        logits_ptr, valid_ptr, weights_ptr, experts_ptr, arrivals_ptr, offs_m, offs_m < 1, E, E_PAD, TOP_K, K_PAD, 1,
+        NORMALIZE, VALID,
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose_last(
+    logits_ptr, valid_ptr, weights_ptr, experts_ptr, arrival_ptr, offs_m, is_row,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BM: tl.constexpr,
+    NORMALIZE: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of rows offs_m [BM], in the last program of axis 0 to store its logits."""
     # all warps store before the arrival, which releases these stores and acquires the other programs' stores
     tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row_tile, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         experts = tl.arange(0, E_PAD)
         is_score = is_row[:, None] & (experts < E)[None, :]
         # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
@@ -90,7 +150,7 @@ def route_kernel(
         is_entry = is_row[:, None] & (choices < TOP_K)[None, :]
         tl.store(weights_ptr + entries, weights, mask=is_entry)
         tl.store(experts_ptr + entries, chosen, mask=is_entry)
-        tl.store(arrivals_ptr + row_tile, 0)
+        tl.store(arrival_ptr, 0)
 
 
 @triton.jit
