@@ -42,8 +42,8 @@ def route_kernel(
     wide = tl.arange(0, WIDE)
     for start in tl.static_range(0, H, WIDE):
         at = offs_m.to(tl.int64)[None, :] * H + (start + wide)[:, None]
-        x = tl.load(hidden_ptr + at, mask=is_row[None, :] & (start + wide < H)[:, None], other=0.0).to(tl.float32)
-        squares += tl.sum(x * x, 0)
+        part = tl.load(hidden_ptr + at, mask=is_row[None, :] & (start + wide < H)[:, None], other=0.0).to(tl.float32)
+        squares += tl.sum(part * part, 0)
     rstd = tl.rsqrt(squares / H + eps)[None, :]
     logits = tl.zeros([BE, BM], tl.float32)
     for start in range(0, H, BK):
