@@ -73,22 +73,29 @@ def run_experts(
     entries = tokens * top_k
     order = torch.empty(entries, dtype=torch.int32, device=x.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    block = min(MAX_SORT_BLOCK, max(128, next_power_of_2(entries)))
-    sort_kernel[(num_experts,)](
-        experts, order, starts, entries, E=num_experts, BLOCK=block, num_warps=max(1, block // 512)
-    )
+    sort_by_expert(experts, order, starts)
     gated = torch.empty(entries, width, dtype=x.dtype, device=x.device)
     activation = (limit or 0.0, alpha)
-    _grouped_gemm(x, gate_up, gate_up_bias, gated, order, starts, top_k, activation, tile)
+    expert_gemm(x, gate_up, gate_up_bias, gated, order, starts, top_k, activation, tile)
     outputs = torch.empty(entries, hidden, dtype=x.dtype, device=x.device)
-    _grouped_gemm(gated, down, down_bias, outputs, order, starts, top_k, None, tile)
+    expert_gemm(gated, down, down_bias, outputs, order, starts, top_k, None, tile)
     total = torch.empty_like(x)
     block = min(1024, next_power_of_2(hidden))
     combine_kernel[(tokens, cdiv(hidden, block))](outputs, weights, experts, total, TOP_K=top_k, H=hidden, BLOCK=block)
     return total
 
 
-def _grouped_gemm(
+def sort_by_expert(experts: Tensor, order: Tensor, starts: Tensor) -> None:
+    """Write the entries of experts [T, k] that have an expert to order [T * k], by expert, and where each one starts.
+
+    order and starts [E + 1] are int32: expert e's entries are order[starts[e]:starts[e + 1]].
+    """
+    entries, count = experts.numel(), len(starts) - 1
+    block = min(MAX_SORT_BLOCK, max(128, next_power_of_2(entries)))
+    sort_kernel[(count,)](experts, order, starts, entries, E=count, BLOCK=block, num_warps=max(1, block // 512))
+
+
+def expert_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -97,7 +104,7 @@ def _grouped_gemm(
     starts: Tensor,
     top_k: int,
     activation: tuple[float, float] | None,
-    tile: GemmTile | None,
+    tile: GemmTile | None = None,
 ) -> None:
     """Launch one GEMM over all experts; `activation`: limit and alpha of a gated one, None: it is not gated."""
     gated, (limit, alpha) = activation is not None, activation or (0.0, 1.0)

@@ -22,7 +22,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
 from engine.layers.linear import Linear
-from engine.layers.moe import EXPERT_ALIGNMENT
+from engine.layers.moe import EXPERT_ALIGNMENT, MoE
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
 from engine.layers.rotary import RopeScaling, RotaryTable
 from engine.layers.weight_method import WeightMethods, plain_weights
@@ -40,7 +40,7 @@ FUSED_OPTIONS = frozenset(
     sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
     expert_names bos_token_id eos_token_ids dtype has_lm_head num_labels""".split()
 )
-"""Options of ModelConfig that FusedDecoder computes. Experts run as the layer's own module."""
+"""Options of ModelConfig that FusedDecoder computes."""
 
 
 class Decoder(Model, nn.Module):
@@ -291,6 +291,7 @@ class NativeTensors:
             down=mlp.down.linear_weight if dense else None,
             down_bias=mlp.down.bias if dense else None,
             mlp=None if dense else layer.mlp_part,
+            moe=mlp if isinstance(mlp, MoE) else None,
             sinks=attn.sinks,
         )
 

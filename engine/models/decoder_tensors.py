@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.moe import MoE
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.interface import ForwardContext
@@ -51,7 +52,7 @@ class LayerTensors(NamedTuple):
 
     `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout. A layer has `gate_up` and `down`, or
     `mlp`, for an MLP that the fused kernels don't compute: a function from hidden [T, h] and the context to what the
-    layer adds to hidden, its norm included.
+    layer adds to hidden, its norm included. `moe`: the module of `mlp`, if that is all it computes but the norm.
     """
 
     input_norm: Tensor
@@ -67,6 +68,7 @@ class LayerTensors(NamedTuple):
     down: LinearWeight | None
     down_bias: Tensor | None
     mlp: Callable[[Tensor, ForwardContext], Tensor] | None = None
+    moe: MoE | None = None
     sinks: Tensor | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -76,7 +78,7 @@ class LayerTensors(NamedTuple):
                 yield name, value.weight
                 if value.scale is not None:
                     yield f"{name}.scale", value.scale
-            elif name != "mlp":
+            elif name not in ("mlp", "moe"):
                 yield name, value
 
 

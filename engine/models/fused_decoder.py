@@ -6,7 +6,8 @@ A decoder layer is composed of two parts. Attention takes three launches in a de
 2. attention, with head norms, RoPE and the append to the KV cache
 3. output projection + residual
 
-A gated MLP takes two more; another kind, such as experts, runs as the model's own layer does:
+A gated MLP takes two more, and experts in a decode step three to five (engine/kernels/expert_step.py). Another kind,
+and experts in a prefill, run as the model's own layer does:
 
 4. norm + gate and up + SiLU
 5. down projection + residual
@@ -28,11 +29,14 @@ from torch import Tensor, nn
 from engine.attention.cache_spec import CacheSpec
 from engine.attention.interface import FusedAttention
 from engine.distributed.collectives import TensorParallelCollectives
+from engine.kernels.expert_step import FORMATS as EXPERT_FORMATS
+from engine.kernels.expert_step import MAX_ROWS, ExpertScratch, ExpertTensors, add_experts
 from engine.kernels.launch import launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.paged_decode import NormRope
 from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linear
 from engine.kernels.step_kernels import embed_kernel
+from engine.layers.moe import MoE, Router
 from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
 from engine.models.decoder_tensors import DecoderTensors, FusableModel, LayerTensors, require_formats
@@ -63,10 +67,19 @@ class FusedDecoder(Model):
         self._scratch = Scratch(
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
+        self._experts = self._expert_scratch(min(tokens, MAX_ROWS))
         group, head = self.tensors.group, self.tensors.head.weight
         self.collectives = (
             None if group is None else TensorParallelCollectives(group, max_rows, head, self.logits_dtype)
         )
+
+    def _expert_scratch(self, rows: int) -> ExpertScratch | None:
+        """Return the scratch of all layers with experts; None if there are none, or the kernels can't compute one."""
+        layers = [layer.moe for layer in map(self.tensors.layer, range(self.depth)) if layer.moe is not None]
+        found = [expert_tensors(moe) for moe in layers]
+        if not found or found[0] is None or None in found:
+            return None
+        return ExpertScratch(rows, found[0], self.dtype, self.device)
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -129,9 +142,18 @@ class FusedDecoder(Model):
         self._add_attention(index, layer, hidden, context)
         if layer.mlp is None:
             self._add_gated_mlp(index, layer, hidden)
+        elif self._experts is not None and layer.moe is not None and len(hidden) <= MAX_ROWS:
+            self._add_experts(layer, layer.moe, hidden, context)
         else:
             hidden.add_(layer.mlp(hidden, context))
         return hidden
+
+    def _add_experts(self, layer: LayerTensors, moe: MoE, hidden: Tensor, context: ForwardContext) -> None:
+        experts = expert_tensors(moe)
+        assert experts is not None and self._experts is not None
+        normed = add_experts(hidden, experts, self._experts, norm=layer.post_norm, eps=self.eps, valid=context.valid)
+        if moe.shared is not None:
+            hidden.add_(moe.shared(normed))
 
     def _add_attention(self, index: int, layer: LayerTensors, hidden: Tensor, context: ForwardContext) -> None:
         rows = len(hidden)
@@ -242,3 +264,22 @@ class FusedDecoder(Model):
 
     def _norm_rope(self, layer: LayerTensors) -> NormRope:
         return NormRope(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
+
+
+def expert_tensors(moe: MoE) -> ExpertTensors | None:
+    """Return the parameters of a layer's router and experts; None: the kernels of a decode step don't compute it.
+
+    They compute routers with a softmax and plain 16-bit weights, on one rank.
+    """
+    router, experts = moe.router, moe.experts
+    gate_up, down = experts.gate_up.linear_weight, experts.down.linear_weight
+    if (
+        not isinstance(router, Router)
+        or experts.parallel.size > 1
+        or {gate_up.format, down.format} - set(EXPERT_FORMATS)
+    ):
+        return None
+    return ExpertTensors(
+        router.weight, router.bias, router.top_k, router.normalize, gate_up, experts.gate_up.bias, down,
+        experts.down.bias, experts.activation.limit, experts.activation.alpha,
+    )  # fmt: skip
