@@ -91,6 +91,7 @@ ENGINE_HELP = {
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
     "enable_return_hidden_states": "allow requests to ask for hidden states",
+    "enable_sleep_mode": "allow /sleep to release the memory of weights, KV cache and graphs",
     "score_tokens": "tokens for no and yes whose logits score a query and a document, comma-separated",
     "score_template": "file with the Jinja template of a query and a document; none: as the model's folder says",
     "kernels": "kernels on a GPU: fused (the engine's own), torch, or auto",
