@@ -164,6 +164,12 @@ OF_BODY = {
         "wait_for_inflight_requests": "earlier name of the mode wait",
         "clear_cache": "drop cached prefixes, and with keep the KV of frozen requests",
     },
+    "SleepBody": {
+        "level": "0: pause only; 1: keep the weights in host memory; 2: discard them",
+        "mode": "abort, wait or keep; default: as the pause there is, else abort",
+    },
+    "ReleaseKvBody": {"mode": "abort, wait or keep; default: as the pause there is, else abort"},
+    "TagsBody": {"tags": "weights, kv_cache, cuda_graph; default: all"},
     "PauseGenerationBody": {"mode": "abort, retract or in_place"},
     "ResetPrefixCacheBody": {"reset_running_requests": "running requests compute their KV again"},
     "UpdateWeightsBody": {

@@ -506,6 +506,19 @@ class IsPaused(Answer):
     is_paused: bool
 
 
+class Sleeping(Answer):
+    """What was done."""
+
+    status: Literal["sleeping"]
+    level: int
+
+
+class IsSleeping(Answer):
+    """Whether the engine sleeps."""
+
+    is_sleeping: bool
+
+
 class Aborted(Answer):
     """Number of requests that were aborted."""
 
