@@ -40,7 +40,8 @@ class CudaRegion:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device, self._index = torch.device("cuda", index), index
         self._memory = virtual_memory()
         self._pool = torch.cuda.MemPool(self._memory.allocator)
         self.id: tuple[int, int] = self._pool.id
@@ -122,10 +123,6 @@ class CudaRegion:
     def _bytes(self, one: Range) -> torch.Tensor:
         storage = torch._C._construct_storage_from_data_pointer(one.start, self._device, one.size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (one.size,), (1,))
-
-    @property
-    def _index(self) -> int:
-        return torch.cuda.current_device() if self._device.index is None else self._device.index
 
 
 class _PinnedBuffer:
