@@ -72,6 +72,7 @@ class Sleep:
         if KV_CACHE in wanted or discards:
             self._forget_kv()
         released: dict[str, int] = {}
+        self._executor.call("trim_memory")
         self._pause.obstacle = ASLEEP
         try:
             for part in wanted:

@@ -234,6 +234,10 @@ class Worker:
 
     # ---- sleep -----------------------------------------------------------------------------------------------------
 
+    def trim_memory(self) -> None:
+        """Return memory that is cached but not in use to the system."""
+        self.runner.cache.pool.trim()
+
     def release_memory(self, part: str, discards: bool) -> int:
         """Give back the memory of a part of MEMORY_PARTS; return its bytes. See ReleasableMemory.release."""
         return self.memory.release(part, discards)

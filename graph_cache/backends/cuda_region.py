@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,7 +59,6 @@ class CudaRegion:
         """See Region."""
         if self._released is not None:
             return 0
-        gc.collect()
         torch.cuda.synchronize(self._device)
         segments = segments_of(self.id)
         blocks = [
@@ -86,8 +84,11 @@ class CudaRegion:
         if self._released is None:
             return
         mapped: list[Range] = []
+        present = {segment["address"] for segment in segments_of(self.id)}  # empty ones may have been freed meanwhile
         try:
             for one in self._released:
+                if one.start not in present:
+                    continue
                 self._memory.map(one.start, one.size, self._index)
                 mapped.append(one)
         except GraphError:

@@ -125,7 +125,7 @@ def _support(job: Job, found: Iterable[TokenLogprob]) -> dict[str, Any]:
     if not job.params.returns_support:
         return {}
     scores = list(found)
-    fields: dict[str, Any] = {"kept_mass": [answers.finite(one.kept_mass) for one in scores]}
+    fields: dict[str, Any] = {"kept_mass": [answers.finite(one.kept_mass or 0.0) for one in scores]}
     if job.params.return_sampling_mask:
         masks = [one.kept_ids for one in scores]
         fields["sampling_mask"] = None if None in masks else masks
