@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -11,6 +12,8 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError, EngineError, EnginePaused, RequestError, WeightUpdateError
+from engine.protocol.outputs import CompletionOutput, OutputDelta
+from engine.protocol.sleep import parts_of_level
 from graph_cache.errors import GraphError
 from tests.engine.lively import PROMPTS, SETTINGS, drain, greedy, request, tokens
 from tests.support.engines import DEVICES, greedy_tokens
@@ -333,6 +336,99 @@ def test_a_release_or_restore_without_room_leaves_an_engine_that_can_go_on(sleep
         assert sleeper.is_sleeping and sleeper.stats().released == PARTS
     sleeper.wake_up()
     assert generated(sleeper) == expected(reference)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"inference_cuda_graph_scope": "layer"},
+     {"num_speculative_tokens": 2}, {"cuda_graph_impl": "none"}],
+    ids=lambda settings: next(iter(settings)),
+)  # fmt: skip
+def test_every_kind_of_step_gives_the_same_tokens_after_both_levels(make_engine, weights, settings):
+    engine = make_engine(**ON, **settings)
+    expected = generated(engine)
+    before = graphs_of(engine)
+    engine.sleep()
+    engine.wake_up()
+    assert generated(engine) == expected
+    engine.sleep(2)
+    engine.wake_up()
+    engine.update_weights(weights["a"], version="same")
+    assert generated(engine) == expected and graphs_of(engine) == before
+
+
+def test_random_orders_of_sleeps_updates_and_requests_leak_nothing_and_mix_no_weights(
+    make_engine, reference, other_reference, weights
+):
+    """Afterwards each token follows from the weights that its span names."""
+    loop = make_engine(**ON, max_num_seqs=4, graph_buckets=(4,), num_pages=24).loop
+    references = {"a": reference, "b": other_reference}
+    loop.rename_weights("a0")
+    prompts, outputs, ended, refused = {}, {}, set(), 0
+    generator = random.Random(11)
+
+    def take(events):
+        for event in events:
+            name = event.request_id
+            outputs[name].add(
+                OutputDelta(
+                    request_id=name, child_id=name, token_ids=event.token_ids, weight_version=event.weight_version
+                )
+            )
+            if event.finish_reason is not None:
+                assert name not in ended and event.finish_reason in ("length", "abort")
+                ended.add(name)
+
+    def act(action, sequence, turn):
+        if action == "add":
+            name = f"{sequence}.{turn}"
+            prompts[name] = generator.choice(PROMPTS)
+            loop.add(request(name, prompts[name], greedy(generator.randint(1, 30))))
+            outputs[name] = CompletionOutput(index=0)
+        elif action == "step":
+            for _ in range(generator.randint(1, 4)):
+                take(loop.step())
+        elif action == "sleep":
+            level = generator.choice((0, 1, 2))
+            parts = generator.choice((parts_of_level(level), ("kv_cache",)))
+            discards = level == 2 and "weights" in parts
+            if loop.sleep.begin(parts, discards, generator.choice((None, "abort", "keep"))) != "wait":
+                loop.sleep.release(parts, discards)
+        elif action == "wake":
+            loop.sleep.wake_up(generator.choice((None, ["weights"], ["kv_cache"], ["cuda_graph", "weights"])))
+        elif action == "update":
+            letter = generator.choice("ab")
+            loop.update_weights(weights[letter].items(), f"{letter}{sequence}.{turn}")
+        else:
+            getattr(loop, action)(*([generator.choice(("abort", "keep"))] if action == "pause" else []))
+
+    actions = ("add", "add", "step", "step", "step", "sleep", "wake", "wake", "update", "pause", "resume")
+    for sequence in range(60):
+        for turn in range(generator.randint(6, 14)):
+            try:
+                act(generator.choice(actions), sequence, turn)
+            except (EnginePaused, RequestError, WeightUpdateError) as error:
+                assert any(text in str(error) for text in ("sleep", "paused", "have not come"))
+                refused += 1
+        loop.scheduler.check()
+        loop.sleep.wake_up()
+        loop.update_weights(weights["a"].items(), f"a{sequence}")
+        loop.resume()
+        assert not loop.sleep.is_sleeping and loop.stats().released == ()
+        while loop.has_work:
+            take(loop.step())
+        loop.idle_check()
+    assert ended == outputs.keys() and len(ended) > 60 and refused > 20
+    several = 0
+    for name, output in outputs.items():
+        spans = output.weight_versions
+        several += len(spans) > 1
+        for letter in {span.version[0] for span in spans}:
+            logits = references[letter].logits([*prompts[name], *output.token_ids])[len(prompts[name]) - 1 : -1]
+            for span in (one for one in spans if one.version[0] == letter):
+                for place in range(span.start, span.end):
+                    assert logits[place, output.token_ids[place]] >= logits[place].max() - 1e-3, (name, place, span)
+    assert several > 5, "updates met running requests"
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
