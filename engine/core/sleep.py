@@ -60,12 +60,17 @@ class Sleep:
         if found != self._pause.mode:
             self._begin_pause(found)
         self._ends_pause = not had_pause
-        self._is_asleep = True
         return found
 
     def release(self, parts: Sequence[str], discards: bool = False) -> None:
-        """Release these parts of memory, after `begin` and the end of the requests that it waits for."""
+        """Release these parts of memory, after `begin` and the end of the requests that it waits for.
+
+        Raises RequestError if the pause was ended meanwhile.
+        """
         self._check(parts, discards)
+        if self._pause.mode is None:
+            raise RequestError("the pause was ended before the memory was released: call sleep again")
+        self._is_asleep = True
         wanted = [part for part in parts if part not in self.released]
         if not wanted:
             return

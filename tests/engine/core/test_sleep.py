@@ -263,6 +263,15 @@ def test_a_pause_from_before_the_sleep_outlives_it(sleeper):
     sleeper.resume()
 
 
+def test_a_pause_that_is_ended_before_the_release_stops_it(sleeper, reference):
+    loop = sleeper.loop
+    loop.sleep.begin(PARTS, False)
+    loop.resume()
+    with pytest.raises(RequestError, match="ended before the memory was released"):
+        loop.sleep.release(PARTS)
+    assert not sleeper.is_sleeping and generated(sleeper) == expected(reference)
+
+
 def test_another_level_needs_a_wake_up_first(sleeper):
     sleeper.sleep(1)
     with pytest.raises(RequestError, match="sleeps at level 1 already: wake it up first"):
