@@ -150,7 +150,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
-        "num_speculative_tokens",
+        "num_speculative_tokens", "enable_sleep_mode",
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",
