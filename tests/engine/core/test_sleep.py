@@ -39,7 +39,7 @@ def sleeper(make_engine):
 @pytest.fixture(params=DEVICES)
 def on_device(request, make_engine):
     """Make an engine on a device; on a GPU, prefill is captured too."""
-    return lambda **settings: make_engine(**(ON | {"device": request.param} | settings))
+    return lambda **settings: make_engine(**(ON | {"device": request.param, "num_pages": 256} | settings))
 
 
 def generated(engine):
