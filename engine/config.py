@@ -46,6 +46,7 @@ _BOOLEANS = (
     "enable_prefix_caching",
     "async_scheduling",
     "enable_return_hidden_states",
+    "enable_sleep_mode",
     "progress",
     "cuda_graph_packed_seq",
     "cuda_graph_moe_dropless",
@@ -75,6 +76,8 @@ class EngineConfig(NamesFields):
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
     - `enable_return_hidden_states`: allow requests with `return_hidden_states`; decode steps then keep them.
+    - `enable_sleep_mode`: allow `sleep` to release the memory of weights, KV cache and graphs (docs/rl.md). On a GPU
+      it is then allocated as virtual memory, so that addresses stay, which needs a C compiler.
     - `score_tokens`: the two tokens, such as ("no", "yes"), whose logits after a query and a document say how well they
       match; for rerankers without a classification head. Default: as the model's folder says, else none.
     - `score_template`: a file with the Jinja template of a query and a document. Default: as the model's folder says,
@@ -119,6 +122,7 @@ class EngineConfig(NamesFields):
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     enable_return_hidden_states: bool = False
+    enable_sleep_mode: bool = False
     score_tokens: tuple[str, ...] = ()
     score_template: str | None = None
     kernels: str = "auto"
@@ -197,6 +201,8 @@ class EngineConfig(NamesFields):
         if self.tensor_parallel_size > 1:
             self._check_tensor_parallel()
         self._check_scores()
+        if self.enable_sleep_mode and self.mode != "inference":
+            raise ConfigError(f"enable_sleep_mode=True is for inference, found mode={self.mode!r}: leave it out")
         if self.graph_buckets is not None:
             if isinstance(self.graph_buckets, str) or not isinstance(self.graph_buckets, Iterable):
                 raise ConfigError(f"graph_buckets={self.graph_buckets!r} must be a list of batch sizes")

@@ -21,12 +21,13 @@ from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_loop, build_megatron_loop
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, EngineError, RequestError, WeightUpdateError
-from engine.generation import Generation, SharedLoop
+from engine.generation import PAUSED_SECONDS, Generation, SharedLoop
 from engine.models.registry import config_from_folder
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput, Sample
 from engine.protocol.pooling import PoolingConfig, finish_embedding
 from engine.protocol.request import EngineRequest, SamplingParams, check_prompt_ids, mix64, split_n
+from engine.protocol.sleep import KV_CACHE, parts_of_level
 from engine.text.bad_words import bad_word_ids
 from engine.text.scoring import Scoring, cosine, pairs_of
 from engine.text.tokenizer import Tokenizer
@@ -132,6 +133,54 @@ class Engine:
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
         return self._loop.pause_mode is not None
+
+    @names_arguments
+    def sleep(self, level: int = 1, *, mode: str | None = None) -> None:
+        """Release the memory of weights, KV cache and graphs until `wake_up`; addresses and graphs stay.
+
+        `level` 1 keeps the weights in host memory, 2 discards them: after `wake_up`, they must be updated. 0 only
+        pauses. `mode` is one of `pause`, "abort" if there is no pause; with "wait" this returns when all requests have
+        ended. KV is lost: requests that were frozen compute it again. New requests are refused or held, as in a pause,
+        which ends with `wake_up`, unless it began before.
+
+        Raises RequestError without `EngineConfig.enable_sleep_mode`, or while weights are shared with a trainer.
+        """
+        self._release(parts_of_level(level), discards=level == 2, mode=mode)
+
+    @names_arguments
+    def release_kv_cache_memory(self, *, mode: str | None = None) -> None:
+        """Release the memory of the KV cache alone, also while weights are shared with a trainer. See `sleep`."""
+        self._release((KV_CACHE,), discards=False, mode=mode)
+
+    def _release(self, parts: tuple[str, ...], discards: bool, mode: str | None) -> None:
+        self._require_open()
+        with self.pool.turn():
+            waits = self._loop.sleep.begin(parts, discards, mode) == "wait"
+        while waits:
+            with self.pool.turn():
+                waits = self._loop.num_awaited() > 0
+                if waits:
+                    self._shared.advance()
+            time.sleep(PAUSED_SECONDS)  # another thread may have the requests
+        with self.pool.turn():
+            self._loop.sleep.release(parts, discards)
+
+    @names_arguments
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore the memory with these tags: "weights", "kv_cache" (with it that of graphs), or all without tags.
+
+        Without a sleep it does nothing. Raises EngineError if there is no room; what was restored before stays.
+        """
+        self._require_open()
+        if isinstance(tags, str):
+            raise RequestError(f"tags={tags!r}: give a list of tags", param="tags")
+        with self.pool.turn():
+            self._loop.sleep.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any memory is released, or a sleep of level 0 goes on."""
+        return self._loop.sleep.is_sleeping
 
     @functools.partial(names_arguments, fields_of={"sampling_params": SamplingParams})
     def generate(
@@ -332,6 +381,7 @@ class Engine:
                 "be views of them; use update_weights"
             )
         with self.pool.turn():
+            self._loop.sleep.check_weights()
             shared = self._loop.executor.call("share_weights", trainer)
             self._loop.weights_changed(version)
         return shared
@@ -356,6 +406,7 @@ class Engine:
         """Capture all graphs of the warm-up now, and show the progress."""
         self._require_open()
         with self.pool.turn():
+            self._loop.sleep.check_graphs()
             self._warm()
 
     def _warm(self) -> None:

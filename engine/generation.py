@@ -84,7 +84,8 @@ class SharedLoop:
         try:
             with pool.turn():
                 if self._loop.pause_mode is not None:
-                    raise EnginePaused("the engine is paused, so that this call would not return: call resume() first")
+                    paused = "the engine is paused, so that this call would not return: call resume() first"
+                    raise EnginePaused(self._loop.obstacle or paused)
                 for request in generation.requests:
                     self._loop.add(request)
                     self._owners[request.request_id] = generation
@@ -103,6 +104,11 @@ class SharedLoop:
                 for name in names:
                     self._owners.pop(name, None)
                 self._dispatch(self._loop.take_events())
+
+    def advance(self) -> None:
+        """Run a step, if all live requests belong to generations: then no event is lost. The caller has the turn."""
+        if self._loop.can_step and all(one.request_id in self._owners for one in self._loop.live_requests()):
+            self._step()
 
     def _step(self) -> None:
         if not self._loop.has_work:

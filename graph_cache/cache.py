@@ -491,6 +491,7 @@ class GraphCache:
                     runner = GraphRunner(
                         body,
                         self.pool,
+                        memory=self.pool.site_memory,
                         statics=lambda: site.static_tensors(key.bucket),
                         generators=site.generators,
                         warmup_runs=1 if known else None,

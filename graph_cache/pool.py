@@ -16,12 +16,20 @@ from graph_cache.backends.base import Backend, Memory
 
 
 class GraphPool:
-    """Shared graph memory and the capture lock. Captures of all threads run one at a time."""
+    """Shared graph memory and the capture lock. Captures of all threads run one at a time.
 
-    def __init__(self, backend: Backend):
+    `releasable`: graphs of sites, whose results don't outlive the next replay, have a separate memory, `site_memory`,
+    which can be released between replays.
+    """
+
+    def __init__(self, backend: Backend, *, releasable: bool = False):
         self.backend = backend
         self._memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         self.memory = self.new_memory()
+        self.site_memory = self.memory
+        if releasable:
+            self.site_memory = backend.new_memory(releasable=True)
+            self._memories.add(self.site_memory)
         self.lock = threading.RLock()
         self._turn_lock: Any = threading.RLock()  # Any: typeshed lacks _is_owned
         self._turn_gate = threading.RLock()  # held by `quiet` while it waits, so that no new turn starts first

@@ -46,6 +46,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.outputs import OutputDelta
 from engine.protocol.request import EngineRequest, SamplingParams, TokenEvent, check_prompt_ids, resolve_seed, split_n
+from engine.protocol.sleep import parts_of_level
 from engine.text.bad_words import bad_word_ids
 from engine.text.load_warnings import unlogged
 from engine.text.output_processor import OutputProcessor
@@ -118,6 +119,14 @@ class Client(Protocol):
     async def resume(self) -> None: ...
 
     async def is_paused(self) -> bool: ...
+
+    async def sleep(self, level: int = 1, mode: str | None = None) -> None: ...
+
+    async def release(self, parts: Sequence[str], discards: bool = False, mode: str | None = None) -> None: ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+
+    async def is_sleeping(self) -> bool: ...
 
     async def abort_requests(self, names: Sequence[str] | None = None) -> int: ...
 
@@ -359,6 +368,25 @@ class EngineClient:
     async def is_paused(self) -> bool:
         """Return whether the engine is paused, by this client or another one."""
         return await self.ask("is_paused")
+
+    async def sleep(self, level: int = 1, mode: str | None = None) -> None:
+        """Release the memory of weights, KV cache and graphs until `wake_up`; see Engine.sleep."""
+        await self.release(parts_of_level(level), level == 2, mode)
+
+    async def release(self, parts: Sequence[str], discards: bool = False, mode: str | None = None) -> None:
+        """Release these parts of memory, of MEMORY_PARTS, until `wake_up`; with `discards` the weights are lost."""
+        found = await self.ask("begin_sleep", parts, discards, mode)
+        while found == "wait" and await self.ask("num_awaited"):
+            await asyncio.sleep(PAUSE_POLL_SECONDS)
+        await self.ask("release", parts, discards)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore the memory with these tags, or all; see Engine.wake_up."""
+        await self.ask("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether any memory is released, or a sleep of level 0 goes on."""
+        return await self.ask("is_sleeping")
 
     async def abort_requests(self, names: Sequence[str] | None = None) -> int:
         """Abort the requests, of all clients, that have one of the `names`; without names all. Return their number."""

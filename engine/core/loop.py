@@ -16,6 +16,7 @@ from engine.core.captures import Captures
 from engine.core.constraints import Constraints
 from engine.core.finish import StepFinisher
 from engine.core.pause import Pause, PauseMode
+from engine.core.sleep import Sleep
 from engine.core.steps import Steps
 from engine.errors import EngineError, RequestError
 from engine.executor.interface import Executor
@@ -80,6 +81,7 @@ class EngineLoop:
         self.captures = Captures(executor, config, self.steps)
         self._max_unread_steps = MAX_STEPS_IN_FLIGHT - 1 if config.async_scheduling else 0  # when step() returns
         self._pause = Pause()
+        self.sleep = Sleep(executor, self._pause, self._begin_pause, self.resume, self._forget_kv)
         self._num_steps = 0
         self._storage_may_have_moved = True  # so that all addresses of graphs are checked before the next step
         self._idle_check_failures = 0
@@ -103,6 +105,7 @@ class EngineLoop:
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         check_sampling(request.params, self.info.vocab_size, self._eos)
         request.params.check_hidden_states(self.info.hidden_state_size)
+        request.params.check_support(self.info.logprobs_mode)
         self.info.check_head(request.params)
         if self._pause.holds(request):
             return
@@ -213,7 +216,9 @@ class EngineLoop:
         return self.take_events()
 
     def capture_between_steps(self, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """See Captures.capture_between_steps."""
+        """See Captures.capture_between_steps. While memory is released, nothing is captured."""
+        if self._pause.obstacle:
+            return False
         return self.captures.capture_between_steps(has_work=self.scheduler.has_work, is_interrupted=is_interrupted)
 
     def seconds_to_wait(self) -> float:
@@ -234,19 +239,33 @@ class EngineLoop:
         - keep: freeze all requests where they are, with their KV, and hold new ones. If the weights change meanwhile,
           the KV is computed again.
         """
+        self._begin_pause(mode)
+        self.sleep.paused()
+
+    def _begin_pause(self, mode: str) -> None:
         self._pause.begin(mode)
         self.steps.drain()
         if mode == "abort":
             self.abort_requests()
 
     def resume(self) -> None:
-        """End the pause: frozen requests go on, and held ones are queued. Without a pause it does nothing."""
-        self.submit(self._pause.end())
+        """End the pause: frozen requests go on, and held ones are queued. Without a pause it does nothing.
+
+        Raises RequestError while memory is released, or weights are missing after a sleep.
+        """
+        held = self._pause.end()
+        self.sleep.resumed()
+        self.submit(held)
 
     @property
     def pause_mode(self) -> PauseMode | None:
         """The mode of the pause; None if there is none."""
         return self._pause.mode
+
+    @property
+    def obstacle(self) -> str:
+        """Why no step can run, such as a sleep, and what ends that; "" if steps can run, or are only paused."""
+        return self._pause.obstacle
 
     def num_awaited(self) -> int:
         """Return how many sequences a pause with mode "wait" still waits for. Raises RequestError if it was ended."""
@@ -262,6 +281,7 @@ class EngineLoop:
         Raises WeightUpdateError, with the old weights unchanged, if any name, shape or value is invalid.
         """
         _check_version(version)
+        self.sleep.check_weights()
         self.steps.drain()  # an interrupted wait must not separate new weights from `weights_changed`
         written = self.executor.update_weights(weights)
         self.weights_changed(version)
@@ -270,6 +290,7 @@ class EngineLoop:
     def load_weights(self, path: str | Sequence[str], version: str) -> int:
         """As `update_weights`, from a safetensors file, a folder of them, or several of these."""
         _check_version(version)
+        self.sleep.check_weights()
         self.steps.drain()  # an interrupted wait must not separate new weights from `weights_changed`
         written = self.executor.load_weights(*([path] if isinstance(path, str) else path))
         self.weights_changed(version)
@@ -283,6 +304,7 @@ class EngineLoop:
         self.scheduler.set_weight_version(version)
         self.weight_version = version
         self.executor.call("check_addresses")
+        self.sleep.weights_came()
 
     def rename_weights(self, version: str) -> None:
         """Name the weights `version` without changing them: the tokens from now on have that version. KV is kept."""
@@ -298,6 +320,9 @@ class EngineLoop:
             self.scheduler.preempt_all()
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
+
+    def _forget_kv(self) -> None:
+        self.reset_prefix_cache(recompute_running=True)
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -345,6 +370,8 @@ class EngineLoop:
             last_error=self.steps.last_error,
             idle_check_failures=self._idle_check_failures,
             pause=self._pause.mode or "",
+            released=self.sleep.released,
+            weights_discarded=self.sleep.discarded,
         )
 
     def idle_check(self) -> None:

@@ -24,18 +24,23 @@ class Operations:
     """The table of commands that a client may `ask` for by name. A new one is a method and a line of the table."""
 
     def __init__(self, loop: EngineLoop):
+        self._loop = loop
         self._profiler: torch.profiler.profile | None = None
         weights = WeightUpdates(loop)
         self._commands: dict[str, Callable[..., Any]] = {
             "graphs": loop.graphs,
             "stats": loop.stats,
             "idle_check": loop.idle_check,
-            "warm": loop.captures.request,
-            "invalidate": loop.captures.invalidate,
+            "warm": self.warm,
+            "invalidate": self.invalidate,
             "pause": loop.pause,
             "resume": loop.resume,
             "is_paused": lambda: loop.pause_mode is not None,
             "num_awaited": loop.num_awaited,
+            "begin_sleep": loop.sleep.begin,
+            "release": loop.sleep.release,
+            "wake_up": loop.sleep.wake_up,
+            "is_sleeping": lambda: loop.sleep.is_sleeping,
             "abort_requests": loop.abort_requests,
             "reset_prefix_cache": loop.reset_prefix_cache,
             "load_weights": loop.load_weights,
@@ -62,6 +67,16 @@ class Operations:
         if name not in self._commands:
             raise RequestError(f"unknown command {name!r}: use one of {', '.join(self._commands)}", param="method")
         return self._commands[name](*arguments)
+
+    def warm(self) -> int:
+        """See Captures.request. Raises RequestError while memory is released."""
+        self._loop.sleep.check_graphs()
+        return self._loop.captures.request()
+
+    def invalidate(self) -> int:
+        """See Captures.invalidate. Raises RequestError while memory is released."""
+        self._loop.sleep.check_graphs()
+        return self._loop.captures.invalidate()
 
     def profile_start(self) -> None:
         """Start recording all CPU and GPU operations. Costs time and memory until `profile_stop`."""

@@ -14,6 +14,8 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 class Pause:
     """State of a pause. `mode` is None while the engine is not paused.
 
+    `obstacle`: why no step can run, whatever the mode, and what ends that; "" if steps can run.
+
     - abort: running requests were aborted; new ones are refused.
     - wait: running requests run to their end; new ones are held.
     - keep: running requests are frozen, with their KV; new ones are held.
@@ -21,12 +23,20 @@ class Pause:
 
     def __init__(self) -> None:
         self.mode: PauseMode | None = None
+        self.obstacle = ""
         self.held: dict[str, EngineRequest] = {}  # new requests, by id, in the order in which they came
 
     @property
     def is_frozen(self) -> bool:
         """Whether no request runs until the end of the pause."""
-        return self.mode == "keep"
+        return self.mode == "keep" or bool(self.obstacle)
+
+    @property
+    def refusal(self) -> str:
+        """Why a request is refused, and what to do."""
+        if self.obstacle:
+            return f"{self.obstacle}, and send the request again"
+        return "the engine is paused and takes no new requests: send the request again after the pause"
 
     def begin(self, mode: str) -> None:
         """Begin a pause, or change its mode. Raises RequestError for an unknown mode."""
@@ -36,7 +46,9 @@ class Pause:
         self.mode = found
 
     def end(self) -> list[EngineRequest]:
-        """End the pause and return the requests that were held."""
+        """End the pause and return the requests that were held. Raises RequestError if steps can't run."""
+        if self.obstacle:
+            raise RequestError(self.obstacle)
         held, self.held = list(self.held.values()), {}
         self.mode = None
         return held
@@ -46,7 +58,7 @@ class Pause:
         if self.mode is None:
             return False
         if self.mode == "abort":
-            raise EnginePaused("the engine is paused and takes no new requests: send the request again after the pause")
+            raise EnginePaused(self.refusal)
         if request.request_id in self.held:
             raise RequestError(f"request_id {request.request_id!r} is in use by a live request", param="request_id")
         self.held[request.request_id] = request

@@ -80,10 +80,13 @@ class WeightUpdates:
     def finish(self, version: str | None = None) -> tuple[int, str]:
         """Write all parts of the update that was started, or none; return the number of tensors and the version.
 
-        The update has ended afterwards, also if it fails. Without parts, only the version changes, if one is given.
+        The update has ended afterwards, also if it fails; only while the weights sleep it stays, to be finished later.
+        Without parts, only the version changes, if one is given.
         """
         if self._staged is None:
             raise RequestError("no weight update was started: call /start_weight_update first")
+        if self._staged:
+            self._loop.sleep.check_weights()  # the update is not lost: it can be finished after waking
         parts, self._staged = self._staged, None
         if parts:
             version = version or self._next_version()
@@ -112,6 +115,7 @@ class WeightUpdates:
 
     def randomize(self) -> str:
         """Overwrite all weights with random values, and return their version. For tests of a weight transfer."""
+        self._loop.sleep.check_weights()
         self._loop.executor.call("randomize_weights")
         version = f"random-{next(self._numbers)}"
         self._loop.weights_changed(version)
@@ -133,7 +137,8 @@ class WeightUpdates:
         return self._loop.executor.call("weight_values", name, limit)
 
     def _check_whole(self, what: str) -> None:
-        """Raise RequestError if the weights are split over several processes."""
+        """Raise RequestError if the weights are split over several processes, or can't be read after a sleep."""
+        self._loop.sleep.check_readable()
         ranks = 1 + len(self._loop.executor.pids)
         if ranks > 1:
             raise RequestError(f"{what}: the weights are split over {ranks} processes, of which none has whole tensors")

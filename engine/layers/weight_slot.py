@@ -159,3 +159,12 @@ class SplitSlot:
     def read(self) -> Tensor:
         """Return this rank's part."""
         return self.part.read()
+
+
+def overwritten(slot: Slot) -> list[Tensor]:
+    """Return the contiguous tensors, all of whose values `slot.write` replaces; none if the format doesn't tell."""
+    if type(slot) is JoinedSlot:
+        return [tensor for part in slot.parts for tensor in overwritten(part)]
+    if type(slot) is WeightSlot or type(slot) is PartSlot:
+        return [slot.target] if slot.target.is_contiguous() else []
+    return []

@@ -17,9 +17,11 @@ import numpy as np
 
 # A record has 8-byte words: token id, log-probability, rank; log-probability and id of each alternative; then, if there
 # are named tokens, their ids, their log-probabilities and their number, which makes the number of words even. An empty
-# record stands for None.
+# record stands for None. If the rank has the bit _SUPPORT, the record ends with the kept ids, their mass and number.
 _HEADER, _PAIR = struct.Struct("=qdq"), struct.Struct("=dq")
 _COUNT = struct.Struct("=q")
+_SUPPORT = 1 << 62
+_ALL = -1  # as the number of kept ids: all are kept, and none is listed
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class TokenLogprob:
     rank: int  # 1: the most likely token
     top: dict[int, float] = field(default_factory=dict)  # the k most likely token ids with their logprobs
     named: dict[int, float] = field(default_factory=dict)  # logprobs of logprob_token_ids; -inf: could not be sampled
+    kept_mass: float | None = None  # log of the probability that top-k, top-p and min-p left; None: not asked for
+    kept_ids: list[int] | None = None  # the ids that they left, most likely first; None: all, or not asked for
 
 
 Entry = TypeVar("Entry", bound=TokenLogprob | None)
@@ -119,6 +123,20 @@ def pack_records(
     return records
 
 
+def with_support(record: bytes, kept_mass: float, kept_ids: np.ndarray | None) -> bytes:
+    """Return a record without support with the kept mass and the kept ids int64 [n]; None: all ids, or not asked for.
+
+    An empty record stays empty.
+    """
+    if not record:
+        return record
+    token_id, logprob, rank = _HEADER.unpack_from(record)
+    ids = b"" if kept_ids is None else kept_ids.astype(np.int64).tobytes()
+    count = _ALL if kept_ids is None else len(kept_ids)
+    header = _HEADER.pack(token_id, logprob, rank | _SUPPORT)
+    return header + record[_HEADER.size :] + ids + _PAIR.pack(kept_mass, count)
+
+
 def _packed(entry: TokenLogprob | None) -> bytes:
     if entry is None:
         return b""
@@ -127,7 +145,10 @@ def _packed(entry: TokenLogprob | None) -> bytes:
     if entry.named:
         ids, values = array("q", entry.named), array("d", entry.named.values())
         parts += [ids.tobytes(), values.tobytes(), _COUNT.pack(len(entry.named))]
-    return b"".join(parts)
+    record = b"".join(parts)
+    if entry.kept_mass is None:
+        return record
+    return with_support(record, entry.kept_mass, None if entry.kept_ids is None else np.array(entry.kept_ids, np.int64))
 
 
 def _unpacked(record: bytes) -> Any:
@@ -136,6 +157,15 @@ def _unpacked(record: bytes) -> Any:
     token_id, logprob, rank = _HEADER.unpack_from(record)
     named: dict[int, float] = {}
     end = len(record)
+    kept_mass: float | None = None
+    kept_ids: list[int] | None = None
+    if rank & _SUPPORT:
+        rank ^= _SUPPORT
+        end -= _PAIR.size
+        kept_mass, count = _PAIR.unpack_from(record, end)
+        if count != _ALL:
+            kept_ids = array("q", record[end - 8 * count : end]).tolist()
+            end -= 8 * count
     if (end - _HEADER.size) % _PAIR.size:
         end -= _COUNT.size
         (count,) = _COUNT.unpack_from(record, end)
@@ -143,4 +173,4 @@ def _unpacked(record: bytes) -> Any:
         end -= _PAIR.size * count
         named = dict(zip(array("q", record[end:middle]), array("d", record[middle:last]), strict=True))
     top = {other: value for value, other in _PAIR.iter_unpack(record[_HEADER.size : end])}
-    return TokenLogprob(token_id, logprob, rank, top, named)
+    return TokenLogprob(token_id, logprob, rank, top, named, kept_mass, kept_ids)

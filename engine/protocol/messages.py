@@ -63,8 +63,9 @@ class ModelInfo:
 class EngineStats:
     """A snapshot of the loop's counters and gauges.
 
-    `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `graphs` is
-    the graph cache's snapshot as plain data, `histograms` the snapshots of engine.utils.histogram.
+    `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `released`:
+    the parts of memory that sleep; `weights_discarded`: how the weights slept last. `graphs` is the graph cache's
+    snapshot as plain data, `histograms` the snapshots of engine.utils.histogram.
     """
 
     num_running: int = 0
@@ -89,6 +90,8 @@ class EngineStats:
     last_error: str = ""
     idle_check_failures: int = 0
     pause: str = ""
+    released: tuple[str, ...] = ()
+    weights_discarded: bool = False
 
 
 CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)

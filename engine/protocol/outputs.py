@@ -95,6 +95,19 @@ class CompletionOutput:
     weight_versions: list[WeightSpan] = field(default_factory=list)  # of all tokens, in order and without gaps
 
     @property
+    def kept_mass(self) -> list[float] | None:
+        """By token, the log of the probability that top-k, top-p and min-p left. None unless it was asked for.
+
+        A token's logprob plus its kept mass is its logprob in the whole distribution.
+        """
+        return [one.kept_mass for one in self.logprobs or () if one.kept_mass is not None] or None
+
+    @property
+    def sampling_mask(self) -> list[list[int]] | None:
+        """By token, the ids that top-k, top-p and min-p left, most likely first. None if all are left, or unasked."""
+        return [one.kept_ids for one in self.logprobs or () if one.kept_ids is not None] or None
+
+    @property
     def is_cut(self) -> bool:
         """Whether something other than the model's end token ended the output."""
         return _is_cut(self.finish_reason, self.stop_reason)

@@ -84,6 +84,8 @@ class SamplingParams(NamesFields):
     seed: int | None = None  # of the random numbers; None: derived from the engine's seed, random in a server
     logprobs: int | None = None  # the top k beside the sampled token; 0: the sampled token only; -1: all tokens
     logprob_token_ids: tuple[int, ...] = ()  # logprobs of these tokens too, for each token that gets logprobs
+    return_kept_mass: bool = False  # with each token's logprob, the log of the probability that was not cut off
+    return_sampling_mask: bool = False  # with each token's logprob, the ids that were not cut off; and the kept mass
     prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place; -1: of all
     return_hidden_states: bool = False  # the final hidden state of each prompt and output token but the last
     pooling: str | None = None  # one vector of the prompt instead of tokens; see engine/protocol/pooling.py
@@ -116,7 +118,7 @@ class SamplingParams(NamesFields):
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers")
-        for name in (*flags, "return_hidden_states"):
+        for name in (*flags, "return_hidden_states", "return_kept_mass", "return_sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -129,7 +131,7 @@ class SamplingParams(NamesFields):
             if getattr(self, name) is not None:
                 self._set(name, _integer(name, getattr(self, name), ALL_TOKENS, MAX_TOKENS))
         self._set("logprob_token_ids", _distinct("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS))
-        if self.logprob_token_ids and self.logprobs is None:
+        if (self.logprob_token_ids or self.returns_support) and self.logprobs is None:
             self._set("logprobs", 0)
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
@@ -144,6 +146,11 @@ class SamplingParams(NamesFields):
     def has_penalties(self) -> bool:
         """Whether a token's logits depend on the tokens before it beyond the model."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def returns_support(self) -> bool:
+        """Whether logprobs come with what top-k, top-p and min-p left of the distribution."""
+        return self.return_kept_mass or self.return_sampling_mask
 
     @property
     def is_constrained(self) -> bool:
@@ -194,6 +201,17 @@ class SamplingParams(NamesFields):
                 "return_hidden_states: this engine keeps no hidden states; start it with enable_return_hidden_states "
                 "(--enable-return-hidden-states)",
                 param="return_hidden_states",
+            )
+
+    def check_support(self, logprobs_mode: str) -> None:
+        """Raise RequestError if the kept mass or ids are asked for, and logprobs aren't of the sampled distribution."""
+        if self.returns_support and logprobs_mode != "processed":
+            name = "return_sampling_mask" if self.return_sampling_mask else "return_kept_mass"
+            raise RequestError(
+                f"{name}: logprobs of this engine are the model's own, before anything is cut off "
+                f"(logprobs_mode={logprobs_mode!r}); remove it, or start the engine with logprobs_mode='processed' "
+                "(--logprobs-mode)",
+                param=name,
             )
 
     @classmethod

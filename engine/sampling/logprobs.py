@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels import logprob_layout as layout
 from engine.kernels.sampling_constants import ONE
-from engine.protocol.logprobs import TokenLogprob, TokenLogprobs, pack_records
+from engine.protocol.logprobs import TokenLogprob, TokenLogprobs, pack_records, with_support
 from engine.protocol.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from engine.sampling.ops import ranked, weights_of
 from engine.utils.async_copy import Download, ids_to
@@ -24,6 +24,47 @@ SCORE_COLUMNS = layout.NAMED + MAX_LOGPROB_TOKEN_IDS
 """Most columns of the scores that the kernels write: see engine/kernels/logprob_layout.py."""
 
 _CHUNK_LOGITS = 2**24  # logits per chunk: bounds the scratch of a long prompt, which would take gigabytes
+
+
+@dataclass(slots=True)
+class Support:
+    """What rows get of the tokens that top-k, top-p and min-p kept, beside their log-probabilities.
+
+    weights int64 [b, V] of all tokens. `has_mass` and `has_ids`: whether each row gets the log of the kept probability,
+    and the kept ids if some were cut off (`is_cut`).
+    """
+
+    weights: Tensor
+    has_mass: Sequence[bool]
+    has_ids: Sequence[bool]
+    is_cut: Sequence[bool]
+    width: int = 0
+
+    def columns(self, z: Tensor, kept: Tensor, total: Tensor) -> list[Tensor]:
+        """Return columns int64 for the host: the mass, the number of kept ids, and as many ids as the widest row has.
+
+        Waits for the device if a row gets ids, to know how many.
+        """
+        mass = (total.to(torch.float64) / self.weights.sum(dim=1).to(torch.float64)).log()
+        columns = [mass.view(torch.int64).unsqueeze(1), kept.unsqueeze(1)]
+        lists = [row for row, (wanted, cut) in enumerate(zip(self.has_ids, self.is_cut, strict=True)) if wanted and cut]
+        if lists:
+            widest = int(kept.index_select(0, ids_to(kept.device, lists)).max())
+            columns.append(ranked(z, widest))
+        self.width = sum(column.shape[1] for column in columns)
+        self.weights = self.weights[:0]  # not needed any more
+        return columns
+
+    def added_to(self, records: list[bytes], columns: np.ndarray) -> list[bytes]:
+        """Return records with the support that their rows get."""
+        masses = np.ascontiguousarray(columns[:, 0]).view(np.float64)
+        found = list(records)
+        for row, record in enumerate(records):
+            if self.has_mass[row]:
+                has_list = self.has_ids[row] and self.is_cut[row]
+                ids = columns[row, 2 : 2 + int(columns[row, 1])] if has_list else None
+                found[row] = with_support(record, float(masses[row]), ids)
+        return found
 
 
 @dataclass(slots=True)
@@ -36,6 +77,7 @@ class DeviceLogprobs:
     packed: Download
     top_counts: Sequence[int]
     named: Sequence[Sequence[int]]
+    support: Support | None = None
 
     @classmethod
     def of(
@@ -47,12 +89,13 @@ class DeviceLogprobs:
         top_counts: Sequence[int],
         named: Sequence[Sequence[int]],
         truncated: bool = False,
+        support: Support | None = None,
     ) -> DeviceLogprobs:
         """Compute log-probabilities of the chosen ids int64 [b] from z float32 [b, V] (row maximum 0).
 
         Each row's distribution has its `kept` int64 [b] most likely tokens; `total` int64 [b] is the sum of their
         integer weights (engine/sampling/ops.py). Row i gets top_counts[i] alternatives, and the tokens named[i].
-        `truncated`: some row may keep fewer than V tokens.
+        `truncated`: some row may keep fewer than V tokens. `support`: what rows get of the kept tokens.
         """
         log_total = (total.to(torch.float64) / ONE).log().unsqueeze(1)
         chosen_z = z.gather(1, token_ids.clamp(min=0).unsqueeze(1))
@@ -73,14 +116,20 @@ class DeviceLogprobs:
                 least = z.gather(1, last)
                 values = values.masked_fill((values < least) | ((values == least) & (wanted > last)), -math.inf)
             columns.append((values - log_total).view(torch.int64))
-        return cls(Download(torch.cat(columns, dim=1)), top_counts, named)
+        if support is not None:
+            columns += support.columns(z, kept, total)
+        return cls(Download(torch.cat(columns, dim=1)), top_counts, named, support)
 
     def read(self) -> TokenLogprobs[TokenLogprob | None]:
         """Return one entry per row, None if no token could be chosen. Alternatives of probability 0 are left out."""
         packed = self.packed.read().numpy()
-        end = packed.shape[1] - max(map(len, self.named), default=0)
-        named = packed[:, end:].view(np.float64)
-        return TokenLogprobs(pack_records(packed[:, :end], self.top_counts, named, self.named))
+        last = packed.shape[1] - (0 if self.support is None else self.support.width)
+        end = last - max(map(len, self.named), default=0)
+        named = packed[:, end:last].view(np.float64)
+        records = pack_records(packed[:, :end], self.top_counts, named, self.named)
+        if self.support is not None:
+            records = self.support.added_to(records, packed[:, last:])
+        return TokenLogprobs(records)
 
 
 @dataclass(slots=True)

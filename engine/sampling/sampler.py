@@ -226,7 +226,7 @@ class Sampler:
     def _suits_kernels(self, state: _Slot) -> bool:
         """Whether the kernels of `slot_scoring` cover a slot, at the latest when its min_tokens mask is lifted."""
         method = state.method
-        if self._scoring is None or method.logprobs is None or method.logprobs > MAX_TOP:
+        if self._scoring is None or method.logprobs is None or method.logprobs > MAX_TOP or method.kept_mass:
             return False
         return self._raw or not (state.stays_adjusted or (method.random and method.truncated))
 

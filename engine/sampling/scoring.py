@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol.request import SamplingParams
-from engine.sampling.logprobs import DeviceLogprobs, SlotLogprobs
+from engine.sampling.logprobs import DeviceLogprobs, SlotLogprobs, Support
 from engine.sampling.ops import sample_full, sample_truncated, untruncated, weights_of
 from engine.utils.async_copy import ids_to
 
@@ -38,6 +38,8 @@ class SamplingMethod:
     min_p: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    kept_mass: bool = False  # with logprobs, also the mass of the tokens that are not cut off
+    kept_ids: bool = False
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> SamplingMethod:
@@ -50,7 +52,14 @@ class SamplingMethod:
             min_p=params.min_p > 0.0,
             logprobs=params.logprobs,
             logprob_token_ids=params.logprob_token_ids,
+            kept_mass=params.returns_support,
+            kept_ids=params.return_sampling_mask,
         )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens may never be sampled, by top-k, top-p or min-p."""
+        return self.random and (self.truncated or self.min_p)
 
     @property
     def is_argmax(self) -> bool:
@@ -115,8 +124,16 @@ class LogprobScorer:
         chosen = torch.where(torch.isfinite(best), token_ids, -1)
         counts = [method.logprobs or 0 for method in methods]
         named = [method.logprob_token_ids for method in methods]
-        truncated = any(method.random and (method.truncated or method.min_p) for method in methods)
-        return DeviceLogprobs.of(z, chosen, distribution.kept, distribution.total, counts, named, truncated)
+        truncated = any(method.is_cut for method in methods)
+        support = None
+        if any(method.kept_mass for method in methods):
+            support = Support(
+                weights,
+                [method.kept_mass for method in methods],
+                [method.kept_ids for method in methods],
+                [method.is_cut for method in methods],
+            )
+        return DeviceLogprobs.of(z, chosen, distribution.kept, distribution.total, counts, named, truncated, support)
 
 
 def rows_of(x: Tensor, rows: list[int]) -> Tensor:

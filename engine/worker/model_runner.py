@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -43,6 +44,7 @@ from engine.worker.packed_graphs import (
 )
 from engine.worker.pooling import Pooler
 from engine.worker.prefix_groups import MIN_MEMBERS
+from engine.worker.releasable import new_region
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_builder import StepBuilder
@@ -54,10 +56,12 @@ from engine.worker.step_input import (
     StepInput,
     VerifyInput,
 )
+from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
 from graph_cache.manifest import Manifest
+from graph_cache.pool import GraphPool
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +91,12 @@ class ModelRunner:
         dtype = getattr(torch, config.dtype)
         specs = model.cache_specs()
         stored = FP8_DTYPES.get(config.kv_cache_dtype)
-        self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device, stored)
+        self.kv_region = new_region(device) if config.enable_sleep_mode else None
+        with nullcontext() if self.kv_region is None else self.kv_region.allocation():
+            self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device, stored)
+            self.states = (
+                RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
+            )
         backend = choose_backend(list(self.kv.paged.values()), dtype, device, stored)
         self.attention = backend(self.kv, config.max_num_seqs)
         if stored is not None:
@@ -96,7 +105,6 @@ class ModelRunner:
                 config.kv_cache_dtype,
                 backend.name,
             )
-        self.states = RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
         pages = -(-config.max_model_len // config.page_size)
         layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), self._prefix_members())
         # Only the kernels for Hopper GPUs are fast enough to run decodes in one graph with prompt chunks.
@@ -127,7 +135,11 @@ class ModelRunner:
             min_saved=-(-MIN_SHARED_BYTES // max(1, token_bytes)),
         )
         self.cache = GraphCache(
-            config.graph_config(), device, capture_on_miss=config.warmup == "lazy", manifest=manifest
+            config.graph_config(),
+            device,
+            pool=GraphPool(backend_for(device), releasable=config.enable_sleep_mode),
+            capture_on_miss=config.warmup == "lazy",
+            manifest=manifest,
         )
         addresses = model_addresses(self.step_model, self.kv, self.states)  # one book for all sites: it is checked once
         addresses.watch(self.buffers.tensors, prefix="buffers.")  # prefill writes them too

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,10 @@ from engine.models.config import ModelConfig
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.utils.progress import Progress
+from engine.worker.releasable import new_region
 from engine.worker.sizing import resolve
 from engine.worker.worker import Worker
+from graph_cache.backends.base import Region
 from graph_cache.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,8 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         )
     device = choose_device(config.device)
     if ranks > 1 and device.type == "cuda":
+        if config.enable_sleep_mode:
+            raise ConfigError(f"enable_sleep_mode=True is not supported with {setting} on GPUs: leave one of them out")
         count, last = torch.cuda.device_count(), device.index + ranks - 1
         if last >= count:
             raise ConfigError(
@@ -184,6 +189,7 @@ class WorkerStart:
         self._model: Model | None = None
         self._sized: ResolvedConfig | None = None
         self._manifest: Manifest | None = None
+        self._weights: Region | None = None
         self._previous_threads: int | None = None
         if plan.device.type == "cuda":
             self.device = torch.device("cuda", plan.device.index + rank)
@@ -206,8 +212,17 @@ class WorkerStart:
     def load(self) -> int:
         """Load this rank's weights and return the number of KV pages that fit in its memory."""
         plan = self._plan
+        if plan.config.enable_sleep_mode:
+            self._weights = new_region(self.device)
         model = self._model = load_model(
-            plan.config, plan.source, plan.model_config, self.device, plan.dtype, plan.weight_format, self._parallel
+            plan.config,
+            plan.source,
+            plan.model_config,
+            self.device,
+            plan.dtype,
+            plan.weight_format,
+            self._parallel,
+            self._weights,
         )
         self._sized = resolve(plan.config, model.config, self.device, plan.dtype)
         if self._rank == 0:  # the other ranks capture what rank 0 tells them to
@@ -229,6 +244,7 @@ class WorkerStart:
             weight_format=plan.weight_format,
             manifest=self._manifest,
             parallel=self._parallel,
+            weights=self._weights,
             on_close=self.leave,
         )
 
@@ -252,6 +268,11 @@ def worker_of_model(
         raise ConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size} applies only to models that the engine loads, "
             "and this model already exists: leave it out"
+        )
+    if config.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode=True applies only to models that the engine loads, and this model's weights belong to "
+            "the caller: leave it out"
         )
     model = MegatronModel(module, config.max_model_len, _vocab_size(source) if source else None)
     try:
@@ -332,15 +353,17 @@ def load_model(
     dtype: torch.dtype,
     weight_format: str,
     parallel: TensorParallel = SINGLE_RANK,
+    region: Region | None = None,
 ) -> Model:
     """Build the model, or this rank's shard of it, with the weights of `source` or random ones.
 
-    Raises ModelError if the files don't fit the model, and for a GGUF file with several ranks.
+    `region`: where to place its weights. Raises ModelError if the files don't fit the model, and for a GGUF file with
+    several ranks.
     """
     if source.kind == "gguf" and config.load_format != "dummy":
         if parallel.size > 1:
             raise ModelError(f"{source.name} is a GGUF file, which can't be split over {parallel.size} ranks")
-        with _load_progress(config, source, parallel) as progress:
+        with _placed_in(region), _load_progress(config, source, parallel) as progress:
             return load_gguf(
                 source.path,
                 dtype=config.dtype,
@@ -352,7 +375,8 @@ def load_model(
     model: Model
     if model_config.quantization is not None:
         methods = weight_methods(model_config, parallel, _files(config, source))
-        model = build_model(model_config, dtype, device, config.max_model_len, parallel, methods)
+        with _placed_in(region):
+            model = build_model(model_config, dtype, device, config.max_model_len, parallel, methods)
         if not any(isinstance(getattr(one, "method", None), ScaledWeight) for one in model.module.modules()):
             raise ModelError(
                 f"{source.name} has no linear layer that is stored quantised ({model_config.quantization}): leave "
@@ -361,13 +385,18 @@ def load_model(
     elif weight_format == "int4":
         model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
     else:
-        model = build_model(model_config, dtype, device, config.max_model_len, parallel)
+        with _placed_in(region):
+            model = build_model(model_config, dtype, device, config.max_model_len, parallel)
     if config.load_format == "dummy":
         load_dummy(model, config.seed)
     else:
         with _load_progress(config, source, parallel) as progress:
             load_folder_weights(model, source.path, progress)
     return model
+
+
+def _placed_in(region: Region | None) -> AbstractContextManager[None]:
+    return nullcontext() if region is None else region.allocation()
 
 
 def _load_progress(config: EngineConfig, source: ModelSource, parallel: TensorParallel) -> Progress:

@@ -28,7 +28,9 @@ from engine.worker.async_output import AsyncStepOutput
 from engine.worker.capabilities import Capabilities
 from engine.worker.kernel_compilation import compile_kernels
 from engine.worker.model_runner import ModelRunner
+from engine.worker.releasable import ReleasableMemory
 from engine.worker.step_input import MaskInput, StepInput
+from graph_cache.backends.base import Region
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 from graph_cache.validation import did_you_mean
@@ -43,6 +45,7 @@ class Worker:
 
     - config: all sizes resolved; the number of pages is the same on all ranks.
     - name, weight_format: for reports.
+    - weights: the region that holds the model's weights, if they may be released.
     - on_close: called last by `close`.
     """
 
@@ -56,6 +59,7 @@ class Worker:
         weight_format: str,
         manifest: Manifest | None = None,
         parallel: TensorParallel = SINGLE_RANK,
+        weights: Region | None = None,
         on_close: Callable[[], None] | None = None,
     ):
         self.config, self._parallel, self._on_close = config, parallel, on_close
@@ -94,6 +98,14 @@ class Worker:
             max_prefill_chunks=self.runner.prefill_buckets.max_chunks,
             max_verify_tokens=self.runner.max_verify_tokens,
             device=self.runner.device,
+        )
+        self.memory = ReleasableMemory(
+            model,
+            weights,
+            self.runner.kv,
+            self.runner.states,
+            self.runner.kv_region,
+            self.runner.cache.pool.site_memory,
         )
         self._staged: dict[str, Tensor] = {}
         self._num_weight_updates = 0
@@ -174,12 +186,14 @@ class Worker:
     def commit_weights(self) -> None:
         """Write this rank's part of the staged tensors in place; graphs stay valid."""
         write_update(self.runner.model.weight_slots(), self._staged)
+        self.memory.weights_came(self._staged)
         self._num_weight_updates += 1
         self.discard_weights()
 
     def randomize_weights(self) -> None:
         """Overwrite all weights with random values, equal on all ranks; graphs stay valid."""
         load_dummy(self.runner.model, seed=self._num_weight_updates)
+        self.memory.weights_came()
         self._num_weight_updates += 1
 
     def discard_weights(self) -> None:
@@ -191,7 +205,10 @@ class Worker:
 
         Raises WeightUpdateError, and changes nothing, if any doesn't match.
         """
-        return share_weights(trainer, self.runner.model)
+        shared = share_weights(trainer, self.runner.model)
+        self.memory.weights_came()
+        self.memory.shares_weights = True
+        return shared
 
     def weight_checksums(self) -> dict[str, str]:
         """Return the SHA-256 of each tensor's bytes by Hugging Face name. Only with one rank.
@@ -214,6 +231,28 @@ class Worker:
             return self.runner.model.weight_slots()
         except ModelError as error:
             raise RequestError(f"the weights have no Hugging Face names: {error}") from error
+
+    # ---- sleep -----------------------------------------------------------------------------------------------------
+
+    def trim_memory(self) -> None:
+        """Return memory that is cached but not in use to the system."""
+        self.runner.cache.pool.trim()
+
+    def release_memory(self, part: str, discards: bool) -> int:
+        """Give back the memory of a part of MEMORY_PARTS; return its bytes. See ReleasableMemory.release."""
+        return self.memory.release(part, discards)
+
+    def restore_memory(self, part: str) -> None:
+        """Undo `release_memory`. Raises EngineError, and changes nothing, if there is no room."""
+        self.memory.restore(part)
+
+    def missing_weights(self) -> list[str]:
+        """Return the names of the weights that were discarded and have not been written since."""
+        return sorted(self.memory.missing)
+
+    def shares_weights(self) -> bool:
+        """Return whether a trainer's parameters are views of the weights."""
+        return self.memory.shares_weights
 
     # ---- shutdown --------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,36 @@ class Memory(Protocol):
     def trim(self) -> None:
         """Return memory that no live graph needs to the system."""
 
+    def release(self) -> int:
+        """Give back the physical memory until `restore`, and return its bytes. Addresses stay, contents are lost.
+
+        No graph may be replayed, captured or closed meanwhile. Only for memory that was made `releasable`.
+        """
+
+    def restore(self) -> None:
+        """Undo `release`. Raises GraphError, and restores nothing, if there is no room."""
+
+
+class Region(Protocol):
+    """Memory that can be given back and restored while addresses stay, so that graphs which read it stay valid."""
+
+    def allocation(self) -> AbstractContextManager[None]:
+        """Return a context that places the tensors that this thread creates in it in this region."""
+
+    def release(self, discarded: Sequence[torch.Tensor] = (), *, keeps: bool = True) -> int:
+        """Give back the physical memory until `restore`, and return its bytes. A second call does nothing.
+
+        Values are kept in host memory, except in `discarded`, contiguous tensors; without `keeps`, none are. The memory
+        must not be read, written or freed meanwhile. Raises GraphError, and releases nothing, if the host has no
+        room.
+        """
+
+    def restore(self) -> None:
+        """Undo `release`. Tensors of `discarded` are zero.
+
+        Raises GraphError, and restores nothing, if there is no room.
+        """
+
 
 class Backend(Protocol):
     """Capture and replay on one device.
@@ -59,7 +89,7 @@ class Backend(Protocol):
     device: torch.device
     default_generator: torch.Generator
 
-    def new_memory(self) -> Memory:
+    def new_memory(self, releasable: bool = False) -> Memory:
         """Return new shared memory, empty until a capture needs it."""
 
     def capture(

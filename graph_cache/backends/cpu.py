@@ -66,7 +66,7 @@ class CpuBackend:
         self._recorder: TapeRecorder | None = None  # of the capture in progress
         self.interrupts = Interrupts()
 
-    def new_memory(self) -> Arena:
+    def new_memory(self, releasable: bool = False) -> Arena:
         return Arena()
 
     def on_capture_stream(self) -> AbstractContextManager:

@@ -120,6 +120,17 @@ class Arena:
             self._map.madvise(mmap.MADV_DONTNEED, keep_end, end - keep_end)
         self._touched = min(self._touched, keep_end)
 
+    def release(self) -> int:
+        """Return all pages to the system, which gives new ones at the next replay; return their bytes."""
+        end = -(-self._touched // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not end or not hasattr(mmap, "MADV_DONTNEED"):
+            return 0
+        self._map.madvise(mmap.MADV_DONTNEED, 0, end)
+        return end
+
+    def restore(self) -> None:
+        """Do nothing: pages come back when they are used."""
+
 
 def _reserve(nbytes: int) -> mmap.mmap:
     """Reserve private address space without committing memory; a smaller range if the system refuses.

@@ -6,17 +6,17 @@ run on one capture stream into one memory pool, so that graphs share memory the 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from graph_cache.backends.cuda_digest import Node, captured_nodes, digest_of
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
+from graph_cache.backends.cuda_region import CudaRegion, segments_of
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
 from graph_cache.interrupts import Interrupts
 from graph_cache.library_state import weight_update_flag
@@ -44,20 +44,20 @@ class CudaMemory:
     """One private pool of the caching allocator for all graphs of a GraphPool.
 
     PyTorch retires a pool with its last graph and then rejects its handle, so a new handle is taken when no graph is
-    left. Graphs that are alive at the same time always share one pool.
+    left. Graphs that are alive at the same time always share one pool. `releasable`: the pool is that of a CudaRegion.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, releasable: bool = False):
         self._device = device
+        self._releasable = releasable
         self._live_graphs = 0
-        self._segment_bytes = 0
-        self.id = torch.cuda.graph_pool_handle()
+        self.renew()
 
-    def adopt(self) -> None:
+    def add_graph(self) -> None:
         """Count a new graph in the pool."""
         self._live_graphs += 1
 
-    def release(self) -> None:
+    def remove_graph(self) -> None:
         """Count a destroyed graph; renew the pool after the last."""
         self._live_graphs -= 1
         if self._live_graphs == 0:
@@ -65,7 +65,8 @@ class CudaMemory:
 
     def renew(self) -> None:
         """Use a new pool for further captures."""
-        self.id = torch.cuda.graph_pool_handle()
+        self._region = CudaRegion(self._device) if self._releasable else None
+        self.id: Any = torch.cuda.graph_pool_handle() if self._region is None else self._region.id
         self._segment_bytes = 0
 
     def nbytes(self) -> int:
@@ -85,23 +86,14 @@ class CudaMemory:
         if self._live_graphs:
             self.growth()  # memory that only an evicted graph used has left the pool
 
+    def release(self) -> int:
+        """See Memory. Replays write all that they read in the pool, so its contents need not be kept."""
+        return 0 if self._region is None else self._region.release(keeps=False)
 
-def segments_of(pool_id: tuple[int, int]) -> list[dict]:
-    """Return the allocator's segments of a pool, as given by `torch.cuda.memory_snapshot`.
-
-    That function drops a reference too many to each number of the pool id (pytorch/pytorch#196366). Numbers above 256
-    are then freed while in use, which crashes a process that has made that many pools. This function compares the
-    reference counts before and after the call and restores them.
-    """
-    first, second = pool_id
-    before = sys.getrefcount(first), sys.getrefcount(second)
-    try:
-        return torch.cuda.memory_snapshot(pool_id)
-    finally:
-        after = sys.getrefcount(first), sys.getrefcount(second)
-        for place, number in enumerate(pool_id):
-            for _ in range(before[place] - after[place]):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    def restore(self) -> None:
+        """See Memory."""
+        if self._region is not None:
+            self._region.restore()
 
 
 class CudaBackendGraph:
@@ -116,7 +108,7 @@ class CudaBackendGraph:
         self._memory = memory
         # Bound without a wrapper, since a training step replays two graphs per layer. Enqueues on the current stream.
         self.replay: Callable[[], None] = graph.replay
-        memory.adopt()
+        memory.add_graph()
 
     def close(self) -> None:
         """Destroy the graph; its memory returns to the pool."""
@@ -124,7 +116,7 @@ class CudaBackendGraph:
             self.replay = _closed
             self._graph.reset()
             self._graph = None
-            self._memory.release()
+            self._memory.remove_graph()
 
 
 def _closed() -> None:
@@ -156,8 +148,8 @@ class CudaBackend:
         self._last_stream: torch.cuda.Stream | None = None  # of the last caller of `order_streams`
         _settle_attention_priority(self.device)
 
-    def new_memory(self) -> CudaMemory:
-        return CudaMemory(self.device)
+    def new_memory(self, releasable: bool = False) -> CudaMemory:
+        return CudaMemory(self.device, releasable)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:

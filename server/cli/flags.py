@@ -91,6 +91,7 @@ ENGINE_HELP = {
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
     "enable_return_hidden_states": "allow requests to ask for hidden states",
+    "enable_sleep_mode": "allow /sleep to release the memory of weights, KV cache and graphs",
     "score_tokens": "tokens for no and yes whose logits score a query and a document, comma-separated",
     "score_template": "file with the Jinja template of a query and a document; none: as the model's folder says",
     "kernels": "kernels on a GPU: fused (the engine's own), torch, or auto",
@@ -149,7 +150,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
-        "num_speculative_tokens",
+        "num_speculative_tokens", "enable_sleep_mode",
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",

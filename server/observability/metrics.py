@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.protocol.sleep import MEMORY_PARTS
 from server.observability.shared_counters import SharedCounter, SharedCounters, SharedHistogram
 
 if TYPE_CHECKING:
@@ -276,6 +277,12 @@ class EngineCollector:
         stats, health = self._client.stats(), self._client.health()
         yield gauge_family("engine_up", "1 while the engine accepts requests, else 0.", float(health.ready))
         yield gauge_family("engine_heartbeat_age_seconds", "Seconds since the engine last reported.", health.silent)
+        sleeping = GaugeMetricFamily(
+            "encore_engine_sleeping", "1 for parts of the engine's memory that are released, else 0.", labels=("part",)
+        )
+        for part in MEMORY_PARTS:
+            sleeping.add_metric((part,), part in stats.released)
+        yield sleeping
         yield CounterMetricFamily(
             "encore_engine_restarts", "Restarts of an engine process that died or hung.", value=health.restarts
         )

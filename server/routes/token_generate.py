@@ -96,6 +96,7 @@ def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
         "logprobs": _logprobs(choice.logprobs or ()) if job.params.logprobs is not None else None,
         "finish_reason": choice.finish_reason,
         "weight_versions": answers.weight_versions(choice),
+        **_support(job, choice.logprobs or ()),
     }
 
 
@@ -113,9 +114,22 @@ def _events(
             "logprobs": _logprobs(delta.logprobs or ()) if job.params.logprobs is not None else None,
             "finish_reason": delta.finish_reason,
             "weight_versions": answers.weight_versions(job.choices[delta.index]) if delta.finish_reason else None,
+            **_support(job, delta.logprobs or ()),
         }
         written.append(write({"request_id": request_id, "choices": [choice], **extra}))
     return "".join(written).encode()
+
+
+def _support(job: Job, found: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """Return the fields about the tokens that top-k, top-p and min-p left, if they were asked for."""
+    if not job.params.returns_support:
+        return {}
+    scores = list(found)
+    fields: dict[str, Any] = {"kept_mass": [answers.finite(one.kept_mass or 0.0) for one in scores]}
+    if job.params.return_sampling_mask:
+        masks = [one.kept_ids for one in scores]
+        fields["sampling_mask"] = None if None in masks else masks
+    return fields
 
 
 def _logprobs(found: Iterable[TokenLogprob]) -> dict[str, Any]:

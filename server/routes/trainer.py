@@ -1,4 +1,4 @@
-"""Routes with which a trainer drives the server: pauses, aborts, weights and their versions, in two dialects.
+"""Routes with which a trainer drives the server: pauses, aborts, weights and their versions, sleep, in two dialects.
 
 vLLM's (TRL, SkyRL, prime-rl) and SGLang's (slime, AReaL, verl). All need the admin key, see `http/keys.py`. Each runs
 in the engine loop between two steps, for all API workers. Nothing of a body is unpickled.
@@ -7,12 +7,13 @@ in the engine loop between two steps, for all API workers. Nothing of a body is 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
 from engine.core.pause import PauseMode
 from engine.errors import RequestError
+from engine.protocol.sleep import KV_CACHE, MEMORY_PARTS, check_tags
 from graph_cache.validation import did_you_mean
 from server.http.body_route import BodyRoute
 from server.http.errors import WireError
@@ -23,6 +24,7 @@ from server.serving.service import Service
 
 router = APIRouter(tags=["trainer"], responses=ADMIN_REFUSALS, route_class=BodyRoute)
 log = logging.getLogger("encore.server")
+T = TypeVar("T")
 VLLM_GROUP = "vllm"  # name of the only group of vLLM's routes
 
 
@@ -60,10 +62,8 @@ async def pause(
     parameters may be in the query, as vLLM's clients send them, or in the body.
     """
     client, sent = await _client(request, body), body or bodies.PauseBody()
-    if mode is not None and sent.mode not in (None, mode):
-        raise RequestError(f"mode={mode} in the query and mode={sent.mode} in the body differ: send one", param="mode")
     waits = wait_for_inflight_requests or sent.wait_for_inflight_requests
-    await client.pause(mode or sent.mode or ("wait" if waits else "abort"))
+    await client.pause(_given("mode", mode, sent.mode) or ("wait" if waits else "abort"))
     if clear_cache or sent.clear_cache:
         await client.ask("reset_prefix_cache", True)
     return {"status": "paused"}
@@ -298,20 +298,90 @@ async def get_model_info(request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# ---- sleep ---------------------------------------------------------------------------------------------------------
+
+
+@router.post("/sleep", responses=answered_by(wire.Sleeping))
+async def sleep(
+    request: Request,
+    body: bodies.SleepBody | None = None,
+    level: Annotated[int | None, Query()] = None,
+    mode: Annotated[PauseMode | None, Query()] = None,
+) -> dict[str, Any]:
+    """Release the memory of weights, KV cache and graphs until /wake_up. Needs `--enable-sleep-mode`.
+
+    Level 1 (default) keeps the weights in host memory, 2 discards them, 0 only pauses. `mode` as in /pause; default: of
+    the pause there is, else `abort`. The parameters may be in the query, as vLLM's clients send them, or in the body.
+    """
+    client, sent = await _client(request, body), body or bodies.SleepBody()
+    found = _given("level", level, sent.level)
+    chosen = 1 if found is None else found
+    await client.sleep(chosen, _given("mode", mode, sent.mode))
+    return {"status": "sleeping", "level": chosen}
+
+
+@router.post("/wake_up", responses=answered_by(wire.Status))
+async def wake_up(
+    request: Request, body: bodies.TagsBody | None = None, tags: Annotated[list[str] | None, Query()] = None
+) -> dict[str, Any]:
+    """Restore the memory with these tags (`weights`, `kv_cache`), or all. When all is there, the sleep ends."""
+    client = await _client(request, body)
+    await client.wake_up(_given("tags", tags, None if body is None else body.tags))
+    return {"status": "awake"}
+
+
+@router.get("/is_sleeping", responses=answered_by(wire.IsSleeping))
+async def is_sleeping(request: Request) -> dict[str, Any]:
+    """Return whether any memory is released, or a sleep of level 0 goes on."""
+    return {"is_sleeping": await (await _client(request)).is_sleeping()}
+
+
+@router.post("/release_kv_cache_memory", responses=answered_by(wire.Status))
+async def release_kv_cache_memory(
+    request: Request, body: bodies.ReleaseKvBody | None = None, mode: Annotated[PauseMode | None, Query()] = None
+) -> dict[str, Any]:
+    """Release the memory of the KV cache alone until /wake_up; requests that are kept compute their KV again."""
+    client = await _client(request, body)
+    await client.release((KV_CACHE,), mode=_given("mode", mode, None if body is None else body.mode))
+    return {"status": "released"}
+
+
+@router.post("/release_memory_occupation", responses=answered_by(wire.Success))
+async def release_memory_occupation(request: Request, body: bodies.TagsBody | None = None) -> dict[str, Any]:
+    """Release the memory with these tags (`weights`, `kv_cache`, `cuda_graph`), or all, in SGLang's format.
+
+    Weights are kept in host memory. Requests are held, and running ones are kept and compute their KV again.
+    """
+    client = await _client(request, body)
+    tags = None if body is None else body.tags
+    parts = MEMORY_PARTS if tags is None else check_tags(tags, MEMORY_PARTS)
+    await client.release(parts, mode=None if await client.is_paused() else "keep")
+    return {"success": True, "message": f"released: {', '.join(parts)}"}
+
+
+@router.post("/resume_memory_occupation", responses=answered_by(wire.Success))
+async def resume_memory_occupation(request: Request, body: bodies.TagsBody | None = None) -> dict[str, Any]:
+    """Restore the memory with these tags, or all, in SGLang's format."""
+    client = await _client(request, body)
+    tags = MEMORY_PARTS if body is None or body.tags is None else check_tags(body.tags, MEMORY_PARTS)
+    await client.wake_up(tags)
+    return {"success": True, "message": f"restored: {', '.join(tags)}"}
+
+
+def _given(name: str, in_query: T | None, in_body: T | None) -> T | None:
+    """Return a parameter that may be in the query or in the body. Raises RequestError if both differ."""
+    if in_query is not None and in_body not in (None, in_query):
+        raise RequestError(f"{name}={in_query} in the query and {name}={in_body} in the body differ: send one", name)
+    return in_body if in_query is None else in_query
+
+
 # ---- refused by name -----------------------------------------------------------------------------------------------
 
 _HANDLES = ("serialised tensors and handles", bodies.FROM_DISK)
-_SLEEP = ("sleep", "pause with /pause?mode=keep, which keeps the memory")
 _Method = Literal["GET", "POST"]
 _LATER: tuple[tuple[str, tuple[_Method, ...], tuple[str, str]], ...] = (
     ("/update_weights_from_tensor", ("POST",), _HANDLES),
     ("/update_weights_from_ipc", ("POST",), _HANDLES),
-    ("/sleep", ("POST",), _SLEEP),
-    ("/wake_up", ("POST",), _SLEEP),
-    ("/is_sleeping", ("GET",), _SLEEP),
-    ("/release_memory_occupation", ("POST",), _SLEEP),
-    ("/resume_memory_occupation", ("POST",), _SLEEP),
-    ("/release_kv_cache_memory", ("POST",), _SLEEP),
 )
 
 

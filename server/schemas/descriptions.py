@@ -110,8 +110,11 @@ OF_BODY = {
         "sampling_params": "sampling parameters",
         "request_id": "the request's id; default: that of the header X-Request-Id, or a new one",
         "return_token_ids": "token ids of the prompt in the answer",
+        "return_sampling_mask": "the same in sampling_params",
     },
     "TokenSampling": {
+        "return_kept_mass": "log of the probability that top_k, top_p and min_p left, for each token",
+        "return_sampling_mask": "the ids that top_k, top_p and min_p left, for each token; and kept_mass",
         "logprobs": "logprobs of the tokens and of this many most likely ones",
         "structured_outputs": "vLLM's constraint: json, regex, choice, grammar or structural_tag",
     },
@@ -164,6 +167,12 @@ OF_BODY = {
         "wait_for_inflight_requests": "earlier name of the mode wait",
         "clear_cache": "drop cached prefixes, and with keep the KV of frozen requests",
     },
+    "SleepBody": {
+        "level": "0: pause only; 1: keep the weights in host memory; 2: discard them",
+        "mode": "abort, wait or keep; default: as the pause there is, else abort",
+    },
+    "ReleaseKvBody": {"mode": "abort, wait or keep; default: as the pause there is, else abort"},
+    "TagsBody": {"tags": "weights, kv_cache, cuda_graph; default: all"},
     "PauseGenerationBody": {"mode": "abort, retract or in_place"},
     "ResetPrefixCacheBody": {"reset_running_requests": "running requests compute their KV again"},
     "UpdateWeightsBody": {

@@ -55,10 +55,6 @@ _INPUTS = (EMBEDDINGS, POOLING)
 _POOLED = (*_INPUTS, SCORE, RERANK)
 _ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 _OLLAMA = (OLLAMA_GENERATE, OLLAMA_CHAT)
-_NO_MASK = (
-    "remove it: the sampler does not keep the ids that pass top_k, top_p and min_p; with top_k=0, top_p=1 and min_p=0 "
-    "all ids pass"
-)
 
 
 @dataclass(frozen=True)
@@ -168,8 +164,8 @@ TABLE: tuple[Refused | Ignored, ...] = (
     Refused("return_routed_experts return_indexer_topk return_entropy "
             "return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs return_prompt_token_ids return_bytes",
             _INFERENCE, "values in the answer", (False,)),
-    Refused("return_sampling_mask", (*_INFERENCE, TOKENS, TOKEN_SAMPLING), "values in the answer", (False,),
-            instead=_NO_MASK),
+    Refused("return_sampling_mask", _INFERENCE, "values in the answer", (False,),
+            instead="use /inference/v1/generate"),
     Refused("return_routed_experts", (TOKENS, TOKEN_SAMPLING), "values in the answer", (False,)),
     Ignored("routed_experts_prompt_start", (TOKENS, TOKEN_SAMPLING), "the form of values that are refused"),
     Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,

@@ -349,13 +349,18 @@ class TokenIdLogprobs(Answer):
 
 
 class TokenGeneratedChoice(Answer):
-    """One sequence. In a stream `token_ids` are the new ones; the last chunk of a choice has `weight_versions`."""
+    """One sequence. In a stream `token_ids` are the new ones; the last chunk of a choice has `weight_versions`.
+
+    `kept_mass` and `sampling_mask` have one entry per token; the mask is null if nothing is cut off.
+    """
 
     index: int
     token_ids: list[int]
     logprobs: TokenIdLogprobs | None
     finish_reason: FinishReason | None
     weight_versions: list[WeightSpan] | None
+    kept_mass: list[float] | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 class TokenGenerated(Answer):
@@ -504,6 +509,19 @@ class IsPaused(Answer):
     """Whether generation is paused."""
 
     is_paused: bool
+
+
+class Sleeping(Answer):
+    """What was done."""
+
+    status: Literal["sleeping"]
+    level: int
+
+
+class IsSleeping(Answer):
+    """Whether the engine sleeps."""
+
+    is_sleeping: bool
 
 
 class Aborted(Answer):

@@ -34,12 +34,15 @@ SERVED_SAMPLING = (
     "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "logit_bias",
     "allowed_token_ids", "bad_words",
 )  # fmt: skip
+# Parameters of Encore's; SGLang has the second one beside its sampling parameters.
+OWN_SAMPLING = ("return_kept_mass", "return_sampling_mask")
 
 
 def _sampling_schema() -> dict[str, Any]:
     """Return the schema of the OpenAI routes' parameters, and of vLLM's other parameters that change nothing."""
     fields = OpenAISampling.model_json_schema()["properties"]
     known: dict[str, Any] = {name: dict(fields[name]) for name in SERVED_SAMPLING if name in fields}
+    known |= {name: {"type": "boolean", "default": False} for name in OWN_SAMPLING}
     known["logprobs"] = dict(known["prompt_logprobs"])
     known["structured_outputs"] = dict(FIELD_SCHEMAS["structured_outputs"])
     known |= json_schemas(TOKEN_SAMPLING)
@@ -78,6 +81,7 @@ class TokenGenerateBody(Wire):
     cache_salt: Salt = None
     priority: Priority = 0
     return_token_ids: bool | None = None
+    return_sampling_mask: bool | None = None
 
     def refuse_unsupported(self) -> None:
         """Raise RequestError for unknown and unsupported fields, in the sampling parameters too."""
@@ -86,8 +90,8 @@ class TokenGenerateBody(Wire):
         for name in FOREIGN_FIELDS[TOKEN_SAMPLING]:
             self.sampling_params.pop(name, None)
         for name, value in self.sampling_params.items():
-            if name not in SERVED_SAMPLING and value is not None:
-                hint = did_you_mean(name, SERVED_SAMPLING) or "; remove it"
+            if name not in (*SERVED_SAMPLING, *OWN_SAMPLING) and value is not None:
+                hint = did_you_mean(name, (*SERVED_SAMPLING, *OWN_SAMPLING)) or "; remove it"
                 raise RequestError(f"sampling_params.{name[:64]} is not a known field{hint}", param=name[:64])
         if self.stream_options is not None:
             self.stream_options.refuse_unsupported()
@@ -97,6 +101,8 @@ class TokenGenerateBody(Wire):
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
         if self.stream and given.get("prompt_logprobs") is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
+        if self.return_sampling_mask:
+            given["return_sampling_mask"] = True
         values = {"max_tokens": None, **given, "cache_salt": salt_of(self.cache_salt, None)}
         structured = constraint({"structured_outputs": given.get("structured_outputs")})
         return SamplingParams.from_dict(values | {"structured_outputs": structured})

@@ -44,6 +44,25 @@ class PauseBody(TrainerBody):
     clear_cache: bool = False
 
 
+class SleepBody(TrainerBody):
+    """Body of POST /sleep, for clients that send the parameters in the body."""
+
+    level: int | None = None
+    mode: PauseMode | None = None
+
+
+class ReleaseKvBody(TrainerBody):
+    """Body of POST /release_kv_cache_memory."""
+
+    mode: PauseMode | None = None
+
+
+class TagsBody(TrainerBody):
+    """Body of POST /wake_up, and of SGLang's /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: Annotated[list[Text], FAIL_FAST] | None = None
+
+
 class AbortRequestsBody(TrainerBody):
     """Body of vLLM's POST /abort_requests. None or an empty list stands for all requests."""
 

@@ -32,7 +32,10 @@ class GenerationProbe:
         ready, EngineDead if the engine doesn't generate within PROBE_SECONDS.
         """
         self._service.check_serving()
-        if self._service.client.stats().pause:
+        stats = self._service.client.stats()
+        if stats.released:
+            raise EnginePaused("the engine sleeps, and generates nothing until it is woken up")
+        if stats.pause:
             raise EnginePaused("the engine is paused, and generates nothing until it is resumed")
         if time.monotonic() - self._passed_at < FRESH_SECONDS:
             return

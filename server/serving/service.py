@@ -446,6 +446,7 @@ class Service:
                 param="min_tokens",
             )
         params.check_hidden_states(info.hidden_state_size)
+        params.check_support(info.logprobs_mode)
         info.check_head(params)
         if params.return_hidden_states:
             _check_hidden_values(len(ids), params, info)

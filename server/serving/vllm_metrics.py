@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
+from engine.protocol.sleep import WEIGHTS
 from server.version import VLLM_VERSION
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ NEVER_USED = {
 """Counters of vLLM that dashboards add to others."""
 OWN_ONLY = {
     CACHE_CONFIG: "labels `block_size`, `num_gpu_blocks`, `enable_prefix_caching` and more; the value is 1",
-    SLEEP_STATE: "1 for `sleep_state` `awake`, 0 for `weights_offloaded` and `discard_all`: the engine never sleeps",
+    SLEEP_STATE: "1 for the `sleep_state` of the weights: `awake`, `weights_offloaded` or `discard_all`; others 0",
     **NEVER_USED,
 }
 """Names of vLLM without a counterpart of Encore's."""
@@ -95,12 +96,18 @@ class VllmCollector:
         yield self._cache_config()
         sleep = GaugeMetricFamily(THEIRS + SLEEP_STATE, "Whether the engine sleeps.", labels=(*labels, "sleep_state"))
         for state in ("awake", "weights_offloaded", "discard_all"):
-            sleep.add_metric((*labels.values(), state), state == "awake")
+            sleep.add_metric((*labels.values(), state), state == self._sleep_state())
         yield sleep
         for name, text in NEVER_USED.items():
             counter = CounterMetricFamily(THEIRS + name, text, labels=tuple(labels))
             counter.add_metric(tuple(labels.values()), 0)
             yield counter
+
+    def _sleep_state(self) -> str:
+        stats = self._service.client.stats()
+        if WEIGHTS not in stats.released:
+            return "awake"
+        return "discard_all" if stats.weights_discarded else "weights_offloaded"
 
     def _cache_config(self) -> Metric:
         info, engine = self._service.client.info(), self._service.config.engine

@@ -252,7 +252,7 @@ class TransformerEngineGraphSet:
         self.nbytes = memory.growth()
         self._memory = memory
         self._quantizers: Quantizers | None = quantizers
-        memory.adopt()
+        memory.add_graph()
 
     def are_current(self) -> bool:
         """Return whether the modules still use the captured scales, amaxes and cached weights."""
@@ -265,7 +265,7 @@ class TransformerEngineGraphSet:
             call.reset()
         if self._quantizers is not None:
             self._quantizers = None
-            self._memory.release()
+            self._memory.remove_graph()
 
 
 def _root_cause(error: BaseException, outer_error: BaseException | None) -> BaseException:

@@ -329,6 +329,8 @@ def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine
         "weight_version",
         "last_error",
         "pause",
+        "released",
+        "weights_discarded",
     }
     merged = {"ended", "graphs", "accepted_by_position", "histograms"}
     assert {field.name for field in fields(EngineStats)} == gauges | merged | set(COUNTS)

@@ -316,6 +316,28 @@ def test_an_embedded_engine_accepts_whole_tensors_and_its_workers_end_with_it(mo
     assert found["first"] == single_process(Engine(EngineConfig(**values | {"tensor_parallel_size": 1})))
 
 
+def test_all_ranks_sleep_and_wake_up(model_folder):
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    config = engine_config(model_folder, tensor_parallel_size=2, enable_sleep_mode=True)
+
+    def generated(engine: Engine) -> list[list[int]]:
+        return [list(one.token_ids) for one in engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy)]
+
+    with Engine(config) as engine:
+        expected = generated(engine)
+        engine.sleep()
+        engine.wake_up()
+        assert generated(engine) == expected
+        engine.sleep(2)
+        with pytest.raises(WeightUpdateError, match="the weights sleep"):
+            engine.loop.load_weights(str(model_folder), "same")
+        engine.wake_up(["weights"])
+        engine.loop.load_weights(str(model_folder), "same")
+        engine.wake_up()
+        assert generated(engine) == expected and engine.weight_version == "same"
+        engine.idle_check()
+
+
 WITHOUT_MEGATRON = """
 import json, sys
 from engine import Engine, EngineConfig, SamplingParams

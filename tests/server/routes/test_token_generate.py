@@ -49,6 +49,38 @@ def test_all_of_n_sequences_are_returned_with_the_prompts_logprobs(server):
         assert [one["top_logprobs"][0]["token"] for one in choice["logprobs"]["content"]]
 
 
+CUT = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 3}
+
+
+@pytest.mark.parametrize("where", ["sampling_params", "body"])
+def test_the_ids_and_the_mass_that_sampling_kept_are_returned(server, where):
+    asked = {"return_sampling_mask": True}
+    sent = body(**CUT, **asked) if where == "sampling_params" else body(**CUT) | asked
+    answer = server.answer(ROUTE, sent)
+    wire.TokenGenerated.model_validate(answer, strict=True)
+    [choice] = answer["choices"]
+    assert len(choice["sampling_mask"]) == len(choice["kept_mass"]) == len(choice["token_ids"]) == 8
+    whole = server.answer(ROUTE, body(**CUT, logprobs=60))["choices"][0]  # ids that were cut off have no logprob
+    assert whole["token_ids"] == choice["token_ids"]
+    for mask, mass, token, score in zip(
+        choice["sampling_mask"], choice["kept_mass"], choice["token_ids"], whole["logprobs"]["content"], strict=True
+    ):
+        assert token in mask and len(set(mask)) == len(mask) <= 40 and -4 < mass < 0
+        assert {f"token_id:{one}" for one in mask} == {top["token"] for top in score["top_logprobs"]}
+    chunks = list(server.events(ROUTE, body(stream=True, **CUT, **asked)))
+    assert [one for chunk in chunks for one in chunk["choices"][0]["sampling_mask"]] == choice["sampling_mask"]
+    assert [one for chunk in chunks for one in chunk["choices"][0]["kept_mass"]] == choice["kept_mass"]
+
+
+def test_without_a_cut_the_mask_is_null_and_the_mass_is_0(server):
+    for params in ({"temperature": 1.0, "seed": 3}, {"temperature": 0.0}):
+        [choice] = server.answer(ROUTE, body(**params, return_sampling_mask=True))["choices"]
+        assert choice["sampling_mask"] is None and choice["kept_mass"] == [0.0] * 8
+    [choice] = server.answer(ROUTE, body(**CUT, return_kept_mass=True))["choices"]
+    assert "sampling_mask" not in choice and len(choice["kept_mass"]) == 8
+    assert "kept_mass" not in server.answer(ROUTE, body(**CUT, logprobs=0))["choices"][0]
+
+
 @pytest.mark.parametrize("options", [{}, {"n": 2, "temperature": 1.0, "seed": 3}, {"logprobs": 2}])
 def test_a_stream_has_the_tokens_of_the_whole_answer(server, options):
     whole = server.answer(ROUTE, body(**options))
@@ -108,8 +140,8 @@ def test_stop_strings_and_stop_tokens_end_the_output(server):
         ({"sampling_params": {"temprature": 1}}, "temprature", "did you mean 'temperature'"),
         ({"sampling_params": {"max_tokens": -1}}, "max_tokens", "max_tokens must be"),
         ({"sampling_params": {"max_tokens": 10**6}}, "max_tokens", "context"),
-        ({"sampling_params": {"return_sampling_mask": True}}, "return_sampling_mask", "top_p=1"),
-        ({"return_sampling_mask": True}, "return_sampling_mask", "top_p=1"),
+        ({"sampling_params": {"return_sampling_mask": "yes"}}, "return_sampling_mask", "true or false"),
+        ({"return_sampling_mask": 2}, "return_sampling_mask", "boolean"),
         ({"sampling_params": {"extra_args": {"a": 1}}}, "extra_args", "plug-ins"),
         ({"features": {"mm_hashes": {}}}, "features", "not supported"),
         ({"output_mode": "text"}, "output_mode", "return_token_ids"),

@@ -390,15 +390,13 @@ def test_a_wrong_body_is_refused_by_name_and_changes_nothing(server, path, body,
     ("path", "body"),
     [
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASVAAAA"]}),
-        ("/sleep?level=1", None), ("/wake_up?tags=weights", None), ("/release_memory_occupation", {}),
-        ("/resume_memory_occupation", {"tags": ["weights"]}), ("/release_kv_cache_memory", None),
+        ("/update_weights_from_ipc", {}),
     ],
 )  # fmt: skip
 def test_what_the_engine_lacks_is_a_501_that_says_what_to_do(server, path, body):
     error = error_of(server.post(path, body), 501)
     assert error["code"] == "not_implemented" and "not supported" in error["message"]
-    assert "/update_weights_from_disk" in error["message"] or "/pause" in error["message"]
-    assert server.http.get("/is_sleeping").status_code == 501
+    assert "/update_weights_from_disk" in error["message"]
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
