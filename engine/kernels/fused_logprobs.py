@@ -1,8 +1,9 @@
 """Compute log-probabilities on CUDA in three launches that read the logits twice, without a copy or a sort.
 
 The same as `DeviceLogprobs.of` of engine/sampling/logprobs.py, for rows of slots whose distribution is that of the
-unmodified logits with a temperature and min-p; exp and division are as exact as torch's. Device code:
-logprob_kernels.py. Imports triton: import this module only on CUDA (or under TRITON_INTERPRET=1).
+unmodified logits with a temperature, top-k, top-p and min-p; exp and division are as exact as torch's. What top-k and
+top-p keep is read from the slots, where fused_sampling.py left it. Device code: logprob_kernels.py. Imports triton:
+import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def score_slots(
         logits.stride(0), V=vocab_size, TILE=TILE, num_warps=8, **row_args,
     )  # fmt: skip
     kernels.scored_row_kernel[(rows,)](
-        logits, values, floats, slots, next_tokens, slots_of.named_ids, tile_max, tile_sums, tile_above, found,
-        sort_keys, scores, scores.view(torch.float64), logits.stride(0),
+        logits, values, floats, slots, next_tokens, slots_of.named_ids, slots_of.kept, tile_max, tile_sums, tile_above,
+        found, sort_keys, scores, scores.view(torch.float64), logits.stride(0),
         NAMED_WIDTH=slots_of.named_ids.shape[1], num_warps=4, **row_args,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sample tokens on CUDA in a few launches that read the logits two or three times, without a copy or a sort.
+"""Sample tokens on CUDA in a few launches that read the logits two to five times, without a copy or a sort of them.
 
 Implements `sample_full` and `sample_truncated` of engine/sampling/ops.py, and `sample_slots` of
 engine/sampling/slot_sampling.py; exp and division are as exact as torch's. Device code: sampling_kernels.py,
@@ -17,13 +17,23 @@ from engine.kernels import slot_sampling_kernels as slot_kernels
 from engine.kernels.launch import cdiv, next_power_of_2
 from engine.kernels.sampling_kernels import sample_kernel, tile_max_kernel, tile_sum_kernel
 from engine.kernels.slot_columns import SlotTensors
-from engine.kernels.top_k_top_p_kernels import BINS, gather_kernel, histogram_kernel, sample_truncated_kernel
+from engine.kernels.top_k_top_p_kernels import (
+    BINS,
+    NUM_TOTALS,
+    SUMMED,
+    bucket_sums_kernel,
+    gather_buckets_kernel,
+    gather_kernel,
+    histogram_kernel,
+    sample_candidates_kernel,
+    search_kernel,
+)
 
 TILE = 4096
 """Logits per program. Does not affect which token is sampled."""
 
-CANDIDATES = 4096
-"""Most likely tokens gathered per row. If a row needs more, scanning all its logits takes milliseconds; same token."""
+CANDIDATES = 1024
+"""Most likely tokens gathered per row. A row that needs more is split into buckets; same token."""
 
 GROUPS = 16
 """Groups of tokens per tile whose maxima bound the candidates of a small top-k."""
@@ -31,8 +41,34 @@ GROUPS = 16
 _WARPS = 8
 _MANY_ROWS = 32  # rows that fill the GPU with programs of several tiles each
 _TILES_PER_PROGRAM = 4
-# Passes of sample_truncated_kernel: whether it scans all logits or only the candidates, its tile, its warps.
-PASSES = ((False, 1024, 8), (True, 2048, 16))
+SAMPLES = 1024
+"""Tokens of a row whose quantiles split it into buckets; at least CANDIDATES."""
+
+SORTED = 1024
+"""Tokens that are sorted at the end of a search."""
+
+
+class Split(NamedTuple):
+    """How rows are split into buckets. More buckets cost more per logit and leave fewer tokens to a row's search.
+
+    A program that sums buckets handles `span` logits. The windows of a row may hold as many tokens as `window_buckets`
+    average buckets; a row with more is searched in its logits, which takes milliseconds.
+    """
+
+    buckets: int
+    span: int
+    window_buckets: int
+
+
+SPLITS = ((8, Split(64, 1024, 16)), (2**31, Split(16, 8192, 8)))
+"""Splits by the number of rows, at most."""
+
+ROW_LIMITS = tuple(most for most, _ in SPLITS[:-1])
+"""Numbers of rows above which other kernels are launched."""
+
+_SPAN_CHUNK = 256
+_GATHER_TILE = 1024
+_SEARCH_TILE, _SEARCH_WARPS = 512, 16
 
 
 def sample_rows(
@@ -61,7 +97,8 @@ def sample_truncated_rows(
 ) -> None:
     """Sample like `sample_rows`, after top-k (0: off), top-p and min-p, each float64 [b] with the common stride.
 
-    `tile` is at least 32. `candidates` is the maximum number of tokens gathered per row. Neither affects the result.
+    `tile` is at least 32. `candidates` is the maximum number of candidates per row; the rest is sampled from buckets of
+    tokens. Neither affects the result.
     """
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
     _common_stride(**columns)
@@ -101,6 +138,7 @@ def sample_slots(
         launch = _launch_tile_max(logits, column[slot_kernels.ACTIVE], TILE, groups)
     min_p, u = column[slot_kernels.MIN_P], column[slot_kernels.UNIFORM]
     _sample_full(launch, column[slot_kernels.FULL], min_p, u, next_tokens)
+    kept = slots_of.kept  # not read without truncation
     if limits != "none":
         columns = {
             "temperature": column[slot_kernels.TRUNCATED],
@@ -109,14 +147,14 @@ def sample_slots(
             "min_p": min_p,
             "u": u,
         }
-        _sample_truncated(launch, columns, next_tokens, CANDIDATES)
+        kept = _sample_truncated(launch, columns, next_tokens, CANDIDATES)
     if processors:
         slot_kernels.argmax_kernel[(rows,)](
             launch.logits, row_params, launch.tile_max, next_tokens, **launch.tile_args, **launch.row_args
         )
     slot_kernels.finish_kernel[(rows,)](
-        row_params, values, slots, next_tokens, last_tokens, slots_of.counts,
-        V=vocab_size, PROCESSORS=processors, num_warps=1,
+        row_params, values, slots, next_tokens, last_tokens, slots_of.counts, kept, slots_of.kept,
+        V=vocab_size, PROCESSORS=processors, TRUNCATION=limits != "none", num_warps=1,
     )  # fmt: skip
 
 
@@ -151,14 +189,19 @@ def _sample_full(launch: _Launch, temperature: Tensor, min_p: Tensor, u: Tensor,
     )
 
 
-def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Tensor, candidates: int) -> None:
-    """Launch the kernels of `sample_truncated_rows`; `columns` are its parameters in order."""
+def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Tensor, candidates: int) -> Tensor:
+    """Launch the kernels of `sample_truncated_rows`; `columns` are its parameters in order.
+
+    Returns what is kept, int64 [rows, 2]: see sample_candidates_kernel.
+    """
     logits, tile_max, group_max, tile_sums, tile_args, row_args = launch
-    temperature, top_k = columns["temperature"], columns["top_k"]
-    (rows, tiles), strides = tile_max.shape, (logits.stride(0), temperature.stride(0))
-    bin_counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=logits.device)
-    sort_keys = torch.empty(rows, candidates, dtype=torch.int64, device=logits.device)
-    limit_args = {"MAX_CANDIDATES": candidates, "ID_BITS": (logits.shape[1] - 1).bit_length()}
+    temperature, top_k, top_p, min_p, u = columns.values()
+    (rows, vocab_size), tiles, device = logits.shape, tile_max.shape[1], logits.device
+    strides = (logits.stride(0), temperature.stride(0))
+    bin_counts = torch.zeros(rows, BINS + 1, dtype=torch.int32, device=device)
+    sort_keys = torch.empty(rows, candidates, dtype=torch.int64, device=device)
+    kept = torch.empty(rows, 2, dtype=torch.int64, device=device)
+    id_args = {"ID_BITS": (vocab_size - 1).bit_length()}
     groups = group_max.shape[1]
     # At least one group per thread: see _launch_tile_max.
     group_args = {"NUM_GROUPS": groups, "GROUPS_PAD": max(next_power_of_2(groups), 32 * tile_args["num_warps"])}
@@ -168,14 +211,35 @@ def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Te
         **tile_args, **row_args, **group_args,
     )  # fmt: skip
     gather_kernel[grid](
-        logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides, **tile_args, **row_args, **limit_args
-    )
-    for all_logits, pass_tile, warps in PASSES:
-        tile_args = tile_args | {"TILE": pass_tile, "num_warps": warps}
-        sample_truncated_kernel[(rows,)](
-            logits, *columns.values(), tile_max, tile_sums, bin_counts, sort_keys, token_ids, *strides,
-            **tile_args, **row_args, **limit_args, ALL_LOGITS=all_logits,
-        )  # fmt: skip
+        logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides,
+        MAX_CANDIDATES=candidates, **tile_args, **row_args, **id_args,
+    )  # fmt: skip
+    buckets, span, window_buckets = next(split for most, split in SPLITS if rows <= most)
+    bucket_args = {"V": vocab_size, "SAMPLES": SAMPLES, "BUCKETS": buckets} | row_args | id_args
+    edges = torch.empty(rows, SAMPLES + 1, dtype=torch.int64, device=device)
+    totals = torch.empty(rows, 2 * buckets + NUM_TOTALS, dtype=torch.int64, device=device)
+    sample_candidates_kernel[(rows,)](
+        logits, temperature, top_k, top_p, min_p, u, tile_max, tile_sums, bin_counts, sort_keys, edges, totals,
+        token_ids, kept, *strides,
+        MAX_CANDIDATES=candidates, num_warps=_WARPS, **bucket_args,
+    )  # fmt: skip
+    bucket_sums_kernel[(cdiv(vocab_size, span), rows, cdiv(buckets, SUMMED))](
+        logits, temperature, min_p, tile_max, edges, totals, token_ids, *strides,
+        SPAN=span, CHUNK=_SPAN_CHUNK, num_warps=_WARPS, **bucket_args,
+    )  # fmt: skip
+    capacity = window_buckets * cdiv(vocab_size, buckets)
+    window_keys = torch.empty(rows, capacity, dtype=torch.int64, device=device)
+    programs = cdiv(vocab_size, _GATHER_TILE)
+    gather_buckets_kernel[(cdiv(programs, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else programs, rows)](
+        logits, temperature, top_k, top_p, u, tile_max, edges, totals, window_keys, token_ids, *strides,
+        TILE=_GATHER_TILE, CAPACITY=capacity, num_warps=_WARPS, **bucket_args,
+    )  # fmt: skip
+    scratch = torch.empty(rows, SORTED, dtype=torch.int64, device=device)
+    search_kernel[(rows,)](
+        logits, temperature, top_k, top_p, u, tile_max, edges, totals, window_keys, scratch, token_ids, kept, *strides,
+        TILE=_SEARCH_TILE, CAPACITY=capacity, SORTED=SORTED, num_warps=_SEARCH_WARPS, **bucket_args,
+    )  # fmt: skip
+    return kept
 
 
 def _common_stride(**columns: Tensor) -> None:

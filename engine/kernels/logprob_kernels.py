@@ -20,7 +20,8 @@ from engine.kernels.sampling_kernels import logits_tile, min_p_weight, row_max, 
 from engine.kernels.top_k_top_p_kernels import sort_keys, z_of_keys
 
 _COLUMNS = tl.constexpr(slot_columns.NUM_COLUMNS)
-_TEMPERATURE, _MIN_P = tl.constexpr(slot_columns.FULL_TEMPERATURE), tl.constexpr(slot_columns.MIN_P)
+_FULL_TEMPERATURE, _MIN_P = tl.constexpr(slot_columns.FULL_TEMPERATURE), tl.constexpr(slot_columns.MIN_P)
+_TRUNCATED_TEMPERATURE, _TOP_K = tl.constexpr(slot_columns.TRUNCATED_TEMPERATURE), tl.constexpr(slot_columns.TOP_K)
 _TOP_COUNT, _NUM_NAMED = tl.constexpr(slot_columns.TOP_COUNT), tl.constexpr(slot_columns.NUM_NAMED)
 _TOKEN, _LOGPROB = tl.constexpr(logprob_layout.TOKEN), tl.constexpr(logprob_layout.LOGPROB)
 _RANK, _TOP, _NAMED = (tl.constexpr(c) for c in (logprob_layout.RANK, logprob_layout.TOP, logprob_layout.NAMED))
@@ -93,7 +94,7 @@ def scored_tile_kernel(
 
 @triton.jit
 def scored_row_kernel(
-    logits_ptr, values_ptr, floats_ptr, slots_ptr, tokens_ptr, named_ids_ptr, tile_max_ptr, tile_sum_ptr,
+    logits_ptr, values_ptr, floats_ptr, slots_ptr, tokens_ptr, named_ids_ptr, kept_ptr, tile_max_ptr, tile_sum_ptr,
     tile_above_ptr, found_ptr, key_ptr, out_ptr, out_floats_ptr, logits_stride,
     NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr, ID_BITS: tl.constexpr, NAMED_WIDTH: tl.constexpr,
     RAW: tl.constexpr,
@@ -121,7 +122,16 @@ def scored_row_kernel(
             tiles = tl.arange(0, TILES_PAD)
             sums = tl.load(tile_sum_ptr + row * NUM_TILES + tiles, mask=tiles < NUM_TILES, other=0)
             above = tl.load(tile_above_ptr + row * NUM_TILES + tiles, mask=tiles < NUM_TILES, other=0)
-            log_total = _log(tl.sum(sums, 0).to(tl.float64) / _ONE)
+            total = tl.sum(sums, 0)
+            last_key = tl.full((), _NO_TOKEN, tl.int64)
+            max_place = tl.full((), float("inf"), tl.float64)
+            if not RAW:
+                floats = floats_ptr + slot * _COLUMNS
+                if tl.load(floats + _TRUNCATED_TEMPERATURE) > 0:
+                    last_key, total = tl.load(kept_ptr + 2 * slot), tl.load(kept_ptr + 2 * slot + 1)
+                    top_k = tl.load(floats + _TOP_K)
+                    max_place = tl.where(top_k > 0, top_k, max_place)
+            log_total = _log(total.to(tl.float64) / _ONE)
             z = scaled(tl.load(row_ptr + token).to(tl.float32), max_logit, temperature)
             tl.store(out_floats_ptr + _LOGPROB * rows, z.to(tl.float64) - log_total)
             tl.store(out_ptr + _RANK * rows, tl.sum(above, 0).to(tl.int64) + 1)
@@ -140,12 +150,15 @@ def scored_row_kernel(
                         place += tl.sum((other_keys[None, :] < keys[:, None]).to(tl.int32), 1)
                     is_listed = (ours < found) & (place < top_count)
                     logprobs = _logprobs(z_of_keys(keys, ID_BITS), log_total, min_weight)
+                    logprobs = tl.where((keys <= last_key) & (place < max_place), logprobs, float("-inf"))
                     columns = _TOP + 2 * place
                     tl.store(out_floats_ptr + columns * rows, logprobs, mask=is_listed)
                     tl.store(out_ptr + (columns + 1) * rows, keys & ((1 << ID_BITS) - 1), mask=is_listed)
             ids = tl.load(named_ids_ptr + slot * NAMED_WIDTH + names, mask=is_named, other=0)
             z = scaled(tl.load(row_ptr + ids, mask=is_named, other=0).to(tl.float32), max_logit, temperature)
-            tl.store(out_floats_ptr + (_NAMED + names) * rows, _logprobs(z, log_total, min_weight), mask=is_named)
+            is_kept = sort_keys(z, ids, ID_BITS) <= last_key
+            logprobs = tl.where(is_kept, _logprobs(z, log_total, min_weight), float("-inf"))
+            tl.store(out_floats_ptr + (_NAMED + names) * rows, logprobs, mask=is_named)
         else:
             tl.store(out_floats_ptr + _LOGPROB * rows, float("nan"))
             tl.store(out_ptr + _RANK * rows, tl.full((), 1, tl.int64))
@@ -159,7 +172,7 @@ def _distribution(floats_ptr, RAW: tl.constexpr):
     temperature = tl.full((), 1.0, tl.float64)
     min_weight = tl.full((), 0, tl.int64)
     if not RAW:
-        given = tl.load(floats_ptr + _TEMPERATURE)
+        given = tl.load(floats_ptr + _FULL_TEMPERATURE) + tl.load(floats_ptr + _TRUNCATED_TEMPERATURE)
         if given > 0:
             temperature = given
             min_weight = min_p_weight(tl.load(floats_ptr + _MIN_P))

@@ -36,6 +36,8 @@ class SlotTensors(NamedTuple):
     - banned_ids int32 [slots + 1, M]: the first NUM_BANNED entries are in use; the others repeat the first.
     - named_ids int32 [slots + 1, N]: logprob_token_ids; the first NUM_NAMED entries are in use.
     - masks int32 [slots + 1, ceil(vocab_size / 32)]: see engine/sampling/token_masks.py; undefined unless CONSTRAINED.
+    - kept int64 [slots + 1, 2]: written by the kernels that sample after top-k and top-p, for log-probabilities: the
+      sort key of the last kept token, and the sum of weights; see engine/kernels/top_k_top_p_kernels.py.
     - counts int32 [slots, vocab_size]: token counts as in engine/sampling/penalties.py; slot s is row s.
     """
 
@@ -45,4 +47,5 @@ class SlotTensors(NamedTuple):
     banned_ids: Tensor
     named_ids: Tensor
     masks: Tensor
+    kept: Tensor
     counts: Tensor

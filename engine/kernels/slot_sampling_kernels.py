@@ -144,15 +144,22 @@ def argmax_kernel(
 
 @triton.jit
 def finish_kernel(
-    row_params_ptr, values_ptr, slots_ptr, next_tokens_ptr, last_tokens_ptr, counts_ptr,
-    V: tl.constexpr, PROCESSORS: tl.constexpr,
+    row_params_ptr, values_ptr, slots_ptr, next_tokens_ptr, last_tokens_ptr, counts_ptr, kept_ptr, slot_kept_ptr,
+    V: tl.constexpr, PROCESSORS: tl.constexpr, TRUNCATION: tl.constexpr,
 ):  # fmt: skip
-    """Write the token of active row `program_id` to its slot's last token, 0 for -1; count it if penalties need it."""
+    """Write the token of active row `program_id` to its slot's last token, 0 for -1; count it if penalties need it.
+
+    With TRUNCATION, also write what a truncated row's distribution keeps, int64 [rows, 2], to its slot.
+    """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(row_params_ptr + row * _ROW_COLUMNS + _ACTIVE) > 0:
         slot = tl.load(slots_ptr + row)
         token = tl.load(next_tokens_ptr + row)
         tl.store(last_tokens_ptr + slot, tl.maximum(token, 0))
+        if TRUNCATION:
+            if tl.load(row_params_ptr + row * _ROW_COLUMNS + _TRUNCATED) > 0:
+                columns = tl.arange(0, 2)
+                tl.store(slot_kept_ptr + 2 * slot + columns, tl.load(kept_ptr + 2 * row + columns))
         if PROCESSORS:
             if (token >= 0) & (tl.load(values_ptr + slot * _COLUMNS + _PENALISED) > 0):
                 count_ptr = counts_ptr + (slot - 1) * V + token

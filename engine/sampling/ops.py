@@ -133,7 +133,9 @@ def sample_ranked(
     kept = keep.sum(dim=1).clamp(min=1)
     total = cumulative.gather(1, (kept - 1).unsqueeze(1)).squeeze(1)
     token_ids = ids.gather(1, _inverse_cdf(cumulative, total, u).unsqueeze(1)).squeeze(1)
-    return SampledTokens(token_ids, kept, total), (limit <= count) | (kept < count)
+    # The mass that top-p is a share of is unknown if top-k keeps more than `count` tokens.
+    is_mass_known = (limit >= z.shape[1]) | (top_p >= 1.0)
+    return SampledTokens(token_ids, kept, total), (limit <= count) | ((kept < count) & is_mass_known)
 
 
 def _min_p_weight(min_p: Tensor) -> Tensor:

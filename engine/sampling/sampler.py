@@ -228,7 +228,9 @@ class Sampler:
         method = state.method
         if self._scoring is None or method.logprobs is None or method.logprobs > MAX_TOP or method.kept_mass:
             return False
-        return self._raw or not (state.stays_adjusted or (method.random and method.truncated))
+        # If fewer tokens than top-k have a weight, the kernels know the last kept one by its place only.
+        needs_place = method.random and method.top_k > 0 and bool(method.logprob_token_ids)
+        return self._raw or not (state.stays_adjusted or needs_place)
 
     def needs_sampler(self, slots: Iterable[int]) -> bool:
         """Return False if argmax of the logits is enough for all of these slots and none needs logprobs."""
@@ -249,6 +251,11 @@ class Sampler:
         """All keywords that `variant` can return."""
         limits = (UNTRUNCATED, ANY_NUMBER) if self._kernels is not None else (UNTRUNCATED, TOP_K_ONLY, ANY_NUMBER)
         return [{"processors": processors, "limits": limit} for processors in (False, True) for limit in limits]
+
+    @property
+    def row_limits(self) -> tuple[int, ...]:
+        """Numbers of rows above which `slot_sampling` launches other kernels."""
+        return self._kernels.ROW_LIMITS if self._kernels is not None else ()
 
     def slot_sampling(self) -> Callable[..., None]:
         """Return `sample_slots` on this sampler's slots: with the Triton kernels, or with torch."""

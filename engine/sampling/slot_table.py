@@ -45,13 +45,15 @@ class SlotTable:
         self.bias_values = torch.full((entries, biased), -0.0, dtype=torch.float32, device=device)
         self.banned_ids = torch.zeros(entries, banned, dtype=torch.int32, device=device)
         self.named_ids = torch.zeros(entries, MAX_LOGPROB_TOKEN_IDS, dtype=torch.int32, device=device)
+        self._kept = torch.zeros(entries, 2, dtype=torch.int64, device=device)
         self._device = device
         self._host = torch.zeros(entries, NUM_COLUMNS, dtype=torch.int64)
 
     def tensors(self, counts: TokenCounts, masks: TokenMasks) -> SlotTensors:
         """Return the table with the masks and the token counts, which are allocated if they are not yet."""
         return SlotTensors(
-            self.values, self.bias_ids, self.bias_values, self.banned_ids, self.named_ids, masks.masks, counts.values
+            self.values, self.bias_ids, self.bias_values, self.banned_ids, self.named_ids, masks.masks, self._kept,
+            counts.values,
         )  # fmt: skip
 
     def set(

@@ -92,10 +92,16 @@ class SamplingStep:
             self._sites.append(add_site(LOGPROBS_SITE, scoring, scores))
 
     def warm_up(self) -> None:
-        """Load the kernels, so that no request waits for them: run every variant on padding."""
+        """Load the kernels, so that no request waits for them: run every variant on padding.
+
+        That is the smallest bucket, and the smallest one of each larger number of rows that has other kernels.
+        """
         for site in self._sites:
-            for variant in site.variants:
-                site.run_eager(site.key(site.buckets.sizes[0], variant))
+            sizes = site.buckets.sizes
+            larger = (next((size for size in sizes if size > most), sizes[0]) for most in self._sampler.row_limits)
+            for size in dict.fromkeys([sizes[0], *larger]):
+                for variant in site.variants:
+                    site.run_eager(site.key(size, variant))
 
     def load(self, rows: Tensor) -> None:
         """Copy slots + 1 and positions int64 [2, n], on the device or in pinned memory, and make other rows padding."""

@@ -163,6 +163,44 @@ def test_row_is_scored_the_same_in_every_batch(mode):
         assert found == {row: wanted[slot] for row, slot in enumerate(slots) if slot in wanted}
 
 
+TRUNCATED = [
+    SamplingParams(logprobs=5, top_p=0.8, logprob_token_ids=[3, 50, 96]),
+    SamplingParams(logprobs=20, top_k=7),
+    SamplingParams(logprobs=20, top_k=40, top_p=0.9, temperature=2.0),
+    SamplingParams(logprobs=3, top_p=0.95, min_p=0.05, logprob_token_ids=list(range(97))),
+    SamplingParams(logprobs=20, top_p=1 - 2.0**-53, logprob_token_ids=list(range(97))),
+    SamplingParams(logprobs=10, top_k=3, min_p=0.9),
+    SamplingParams(logprobs=0, top_p=1e-9),
+    SamplingParams(logprobs=20, top_k=15, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "ties", "weightless", "masked"])
+def test_logprobs_after_top_k_and_top_p_equal_those_of_torch(kind):
+    rows, vocab_size = len(TRUNCATED), 97
+    logits = random_logits(rows, vocab_size)
+    if kind == "equal":
+        logits *= 0
+    elif kind == "ties":
+        logits = (logits / 2).round()
+    else:
+        logits[:, 5:] -= {"normal": 0, "weightless": 60, "masked": INF}[kind]
+    sampler, slots = sampler_with(TRUNCATED, rows, vocab_size), list(range(rows))
+    tokens = sampled(sampler, logits, slots)
+    found = by_kernels(sampler, logits, slots, tokens)
+    assert list(found) == slots
+    assert_same(found, by_torch(sampler, logits, slots, tokens))
+
+
+def sampled(sampler, logits, slots):
+    """Sample rows of these slots, as a step does before it scores them."""
+    tokens = torch.arange(len(slots), device=DEVICE)
+    entries = torch.tensor([slot + 1 for slot in slots], device=DEVICE)
+    last_tokens = torch.zeros(sampler.max_num_seqs + 1, dtype=torch.int64, device=DEVICE)
+    sampler.slot_sampling()(logits, entries, entries, tokens, last_tokens, **sampler.variant(slots))
+    return tokens
+
+
 def test_torch_scores_what_the_kernels_leave():
     params = [
         SamplingParams(**GREEDY, logprobs=2),
@@ -173,12 +211,13 @@ def test_torch_scores_what_the_kernels_leave():
         SamplingParams(logprobs=1, presence_penalty=1.0),
         SamplingParams(**GREEDY, logprobs=1, min_tokens=9, max_tokens=None, stop_token_ids=[7]),
         SamplingParams(**GREEDY, top_k=5, logprobs=1),
+        SamplingParams(logprobs=2, top_k=5, logprob_token_ids=[4]),
         SamplingParams(**GREEDY),
     ]
     slots, logits = list(range(len(params))), random_logits(len(params), 97)
-    tokens = torch.arange(len(params), device=DEVICE)
-    for mode, covered in (("processed", [0, 7]), ("raw", [0, 1, 2, 4, 5, 6, 7])):
+    for mode, covered in (("processed", [0, 1, 2, 7]), ("raw", [0, 1, 2, 4, 5, 6, 7, 8])):
         sampler = sampler_with(params, len(params), 97, logprobs_mode=mode)
+        tokens = sampled(sampler, logits, slots)
         found = by_kernels(sampler, logits, slots, tokens)
         rest = by_torch(sampler, logits, slots, tokens, beside_kernels=True)
         assert list(found) == covered and sorted([*found, *rest]) == slots[:-1]

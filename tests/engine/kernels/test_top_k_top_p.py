@@ -1,4 +1,4 @@
-"""Truncated sampling kernels against sample_truncated: tokens, ties, both passes, and rows without a token."""
+"""Truncated sampling kernels against sample_truncated: tokens, ties, distributions, and rows without a token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.support.kernels import DEVICE, INTERPRETED  # isort: skip  (before wh
 
 from engine.kernels import fused_sampling
 from engine.kernels.fused_sampling import CANDIDATES, TILE, sample_truncated_rows
+from engine.kernels.top_k_top_p_kernels import search_kernel
 from engine.sampling import ops
 from tests.support.sampling_cases import (
     UNTOUCHED,
@@ -79,7 +80,7 @@ def test_tokens_do_not_depend_on_the_tile_size_or_candidate_limit(dtype):
     logits, row_params = random_logits(rows, vocab_size, dtype), params_of(rows)
     wanted = sample(logits, row_params)
     assert_nearly_all_equal(wanted, expected(logits, row_params))
-    for tile, candidates in ((64, 1), (256, 40), (1024, 300)):  # 1: nearly all rows scan all logits
+    for tile, candidates in ((64, 1), (256, 40), (1024, 300)):  # 1: nearly all rows are split into buckets
         assert sample(logits, row_params, tile, candidates).equal(wanted)
 
 
@@ -147,16 +148,87 @@ def test_flat_rows_are_sampled_from_all_their_logits(recipe):
     assert found[0] == int(row_params[0, 4] * math.ceil(recipe[1] * kept))
 
 
-def test_only_rows_that_keep_more_than_the_candidates_scan_all_logits(monkeypatch):
-    monkeypatch.setattr(fused_sampling, "PASSES", fused_sampling.PASSES[:1])
-    few = [(20, 0.95, 0.0), (90, 1.0, 0.0), (0, 0.2, 0.0), (0, 0.99999, 0.3), (0, 0.9999, 0.01)]
-    many = [(201, 0.1, 0.0), (0, 0.9, 0.0), (0, 0.9999, 1e-6)]
-    logits = random_logits(len(few + many), 2000)
-    logits[4, 50:] -= 1000  # only 50 have a weight above 0
-    row_params = params_of(len(logits), few + many, temperature=2.0)
-    found = sample(logits, row_params, TILE, 200)
-    assert found[: len(few)].equal(expected(logits, row_params)[: len(few)])
-    assert (found[len(few) :] == -2).all()
+# Distributions by name: what random_logits gives for some rows, changed.
+DISTRIBUTIONS = {
+    "equal": lambda x: x * 0,
+    "narrow": lambda x: x / 30,
+    "normal": lambda x: x / 3,
+    "wide": lambda x: x,
+    "two_levels": lambda x: (x > 1).float(),
+    "far_levels": lambda x: (x > 2).float() * 9,
+    "ties": lambda x: (x / 3).half().float(),
+    "few_values": lambda x: (x * 0.5).round(),
+    "one_hot": lambda x: x + torch.nn.functional.one_hot(x.argmax(1), x.shape[1]) * 40,
+    "stripes": lambda x: torch.where(torch.arange(x.shape[1], device=x.device) % 50 == 7, x + 15, x),
+    "sorted": lambda x: x.sort(dim=1, descending=True).values,
+    "mostly_weightless": lambda x: torch.where(x > 3, x, x - 60),
+    "mostly_masked": lambda x: torch.where(x > 5, x, -INF),
+    "half_masked": lambda x: torch.where(x > 0, 0.0, -INF),
+}
+WIDE_RECIPES = [
+    (0, 1e-9, 0.0), (0, 0.5, 0.0), (0, 0.9, 0.0), (0, 0.95, 0.05), (0, 0.9999, 1e-6), (0, MAX_UNIFORM, 0.0),
+    (1, 0.9, 0.0), (50, 0.9, 0.0), (600, 1.0, 0.0), (900, 0.9, 0.0), (900, 0.97, 0.3), (2999, 0.5, 0.0),
+]  # fmt: skip
+
+
+class PoisonedSearch:
+    """The kernel that searches gathered tokens, launched after all logits became NaN: it must not need them."""
+
+    def __getitem__(self, grid):
+        def launch(logits, *args, **options):
+            logits.fill_(NAN)
+            search_kernel[grid](logits, *args, **options)
+
+        return launch
+
+
+@pytest.fixture
+def without_logits(monkeypatch):
+    """Return `sample`, of a copy of the logits, whose last kernel can't read them."""
+    monkeypatch.setattr(fused_sampling, "search_kernel", PoisonedSearch())
+    return lambda logits, *args: sample(logits.clone(), *args)
+
+
+@pytest.mark.parametrize("rows", [8, 9])  # other numbers of buckets
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("candidates", [1] if INTERPRETED else [1, 100])
+def test_any_distribution_is_sampled_from_few_buckets(without_logits, kind, rows, candidates):
+    repeats = 1 if INTERPRETED else 12
+    logits = DISTRIBUTIONS[kind](random_logits(rows * repeats, 3000))
+    us = uniforms(len(logits), 5)
+    us[0], us[-1] = 0.0, MAX_UNIFORM
+    recipes = WIDE_RECIPES[rows % 2 :: 2] if INTERPRETED else WIDE_RECIPES
+    row_params = params_of(len(logits), recipes, temperature=1.0, u=us)
+    found = torch.cat(
+        [
+            without_logits(logits[i : i + rows], row_params[i : i + rows], TILE, candidates)
+            for i in range(0, len(logits), rows)
+        ]
+    )
+    assert_nearly_all_equal(found, expected(logits, row_params))
+
+
+@pytest.mark.parametrize("rows", [1] if INTERPRETED else [1, 9, 40])
+@pytest.mark.parametrize("vocab_size", [32_003] if INTERPRETED else [32_000, 151_936, 262_144, 2**20 + 1])
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_large_vocabularies_are_sampled_from_few_buckets(without_logits, rows, vocab_size, temperature):
+    kinds = ["equal", "ties"] if INTERPRETED else list(DISTRIBUTIONS)
+    recipes = [(0, 0.9, 0.0), (3000, 0.95, 0.0), (0, 0.999, 1e-4), (50, 0.9, 0.0)]
+    for seed, kind in enumerate(kinds):
+        logits = DISTRIBUTIONS[kind](random_logits(rows, vocab_size, seed=seed))
+        recipes = recipes[1:] + recipes[:1]
+        row_params = params_of(rows, recipes, seed=seed, temperature=temperature)
+        assert_nearly_all_equal(without_logits(logits, row_params), expected(logits, row_params))
+
+
+@pytest.mark.parametrize("kind", ["equal", "wide", "ties"])
+@pytest.mark.parametrize("sorted_tokens", [32, 1024])
+def test_rows_whose_windows_do_not_fit_are_searched_in_their_logits(monkeypatch, kind, sorted_tokens):
+    monkeypatch.setattr(fused_sampling, "SPLITS", ((2**31, fused_sampling.Split(16, 1024, 0)),))
+    monkeypatch.setattr(fused_sampling, "SORTED", sorted_tokens)
+    logits = DISTRIBUTIONS[kind](random_logits(len(WIDE_RECIPES), 3000))
+    row_params = params_of(len(logits), WIDE_RECIPES, temperature=1.0)
+    assert_nearly_all_equal(sample(logits, row_params, TILE, 1), expected(logits, row_params))
 
 
 @pytest.mark.filterwarnings("default:overflow encountered:RuntimeWarning")  # from numpy, under the interpreter

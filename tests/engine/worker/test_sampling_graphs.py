@@ -383,8 +383,8 @@ SCORED = [
     SamplingParams(temperature=0.0, logprobs=5),
     SamplingParams(temperature=0.8, logprobs=20),
     GREEDY,
-    SamplingParams(top_p=0.9, logprobs=3),  # scored by torch, as are the next two
-    SamplingParams(temperature=0.0, logprobs=21),
+    SamplingParams(top_p=0.9, logprobs=3),
+    SamplingParams(temperature=0.0, logprobs=21),  # scored by torch, as is the next
     SamplingParams(logprobs=2, presence_penalty=1.0),
     SamplingParams(min_p=0.1, logprobs=4, logprob_token_ids=[5, 700]),
     SamplingParams(),
