@@ -63,7 +63,8 @@ class ModelInfo:
 class EngineStats:
     """A snapshot of the loop's counters and gauges.
 
-    `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `graphs` is
+    `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "".
+    `num_threads` is how many a step on a CPU uses; 0 on a GPU. `graphs` is
     the graph cache's snapshot as plain data, `histograms` the snapshots of engine.utils.histogram.
     """
 
@@ -89,6 +90,7 @@ class EngineStats:
     last_error: str = ""
     idle_check_failures: int = 0
     pause: str = ""
+    num_threads: int = 0
 
 
 CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)
