@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,6 @@ NEEDS = "CPU"
 COLUMNS = ("busy", "load", "tuned", "one", "all", "of_the_better", "threads")
 PROMPT = "The capital of France is"
 WIDTH, LAYERS, SEQUENCE = 256, 4, 128  # of the model in training
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` cores busy within the block."""
-    with ExitStack() as stack:
-        for _ in range(count):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        time.sleep(0.5)
-        yield
 
 
 def decodes(args: argparse.Namespace) -> tuple[dict[str, Callable[[], float]], Callable[[], int]]:
@@ -119,7 +105,7 @@ class Trainer:
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--busy", type=lambda text: [int(one) for one in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--busy", type=harness.counts_from_zero, default=[0, 1, 2])
     parser.add_argument("--batch", type=harness.count, default=1)
     parser.add_argument("--tokens", type=harness.count, default=64, help="or training steps, of a run")
     parser.add_argument("--settle", type=harness.count, default=64, help="tokens before the first round")
@@ -130,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     report = harness.Report(__spec__.name, args, argv)
     ways, threads = (training if args.training else decodes)(args)
     for busy in args.busy:
-        with busy_processes(busy):
+        with harness.busy_processes(busy):
             ways["tuned"]()
             found: dict[str, list[float]] = harness.alternate(ways, args.rounds)
             ratios = [

@@ -9,7 +9,6 @@ import torch
 from graph_cache.backends.cpu_tape import Ref, Tape
 from graph_cache.digest import Digest, Numbers, hashed
 
-
 PLAIN = frozenset((type(None), bool, int, float, complex, str))
 
 

@@ -146,7 +146,7 @@ def _script(calls: list[Call]) -> Callable[[], None]:
 
 
 class _Schema:
-    """What of an operation's schema a node needs; PyTorch makes new objects of it at each access."""
+    """The parts of an operation's schema that a node needs; PyTorch makes new objects at each access."""
 
     def __init__(self, func: torch._ops.OpOverload):
         schema = func._schema
