@@ -80,12 +80,15 @@ class Server:
         raise SystemExit("the server did not listen:\n" + "\n".join(self.log))
 
     def get(self, path: str) -> tuple[int, str]:
-        """Return status and body."""
+        """Return status and body; status 0 while nothing listens."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=GIVE_UP_SECONDS)
         with contextlib.closing(connection):
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+            try:
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+            except ConnectionError:
+                return 0, ""
 
     def wait_ready(self) -> None:
         while self.get("/ready")[0] != 200:
@@ -143,8 +146,9 @@ def measure(clone: Path, environment: dict[str, str], cache: Path, tokens: int, 
         first = server.stream(QUESTIONS[0], tokens)
         model = max([one.stat().st_mtime for one in cache.rglob("*.gguf")], default=began) - began
         model = max(0.0, model)
-        during, after, number = [], [], 0
-        while server.warm_ratio() < 1 and time.perf_counter() < ready + seconds:
+        during, after, number = [speed(first)], [], 0  # graphs are missing during the first stream too
+        streamed = time.perf_counter()
+        while server.warm_ratio() < 1 and time.perf_counter() < streamed + seconds:
             number += 1
             during.append(speed(server.stream(QUESTIONS[number % len(QUESTIONS)], tokens)))
         waited = time.perf_counter()
@@ -161,10 +165,10 @@ def measure(clone: Path, environment: dict[str, str], cache: Path, tokens: int, 
             "first_token_seconds": first[0] - ready,
             "after_model_seconds": first[0] - server.started - model,
             "captured_seconds": captured - ready,
+            "during": statistics.median(during),
             "after": statistics.median(after),
         }
-        if during:
-            row |= {"during": statistics.median(during), "during_of_after": statistics.median(during) / row["after"]}
+        row["during_of_after"] = row["during"] / row["after"]
         return {name: round(value, 3) for name, value in row.items()} | {"streams": len(during), "log": server.log}
     finally:
         server.stop()
