@@ -243,7 +243,7 @@ def test_a_replay_equals_eager_with_each_number_of_threads(threads, dtype):
         assert not cache.stats.invalidations
 
 
-@pytest.mark.parametrize("captured_with", [1, 2])
+@pytest.mark.parametrize("captured_with", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_replays_equal_eager_steps_with_each_number_of_threads(threads, captured_with):
     threads(captured_with)
     counts = [captured_with] * 4 + [1, 2, 1, 2]
