@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+BUSY_SECONDS = 0.5  # until busy processes have started
 
 
 def parser(module: str, doc: str) -> argparse.ArgumentParser:
@@ -58,6 +62,11 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def counts_from_zero(text: str) -> list[int]:
+    """Convert an argument such as 0,2 to a list of integers of at least 0."""
+    return [0 if part.strip() == "0" else count(part) for part in text.split(",")]
+
+
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a converter of comma-separated names, all of which must be among `known`."""
     known = list(known)
@@ -97,6 +106,19 @@ def alternate(ways: dict[str, Callable[[], T]], rounds: int, pause_seconds: floa
             time.sleep(pause_seconds)
             found[name].append(ways[name]())
     return found
+
+
+@contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Run processes within the block that each keep a core busy."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        if number:
+            time.sleep(BUSY_SECONDS)
+        yield
 
 
 class Report:

@@ -84,6 +84,8 @@ class EngineConfig(NamesFields):
       else the one of Qwen3-Reranker with `score_tokens`, none without.
     - `kernels`: how a GPU computes a step. "fused": the engine's own kernels; "torch": the model's layers around paged
       attention; "auto": fused for 16-bit weights on GPUs whose shared memory holds the tiles (Hopper).
+    - `num_threads`: threads of a step on a CPU, which may change results in the last bits. Default: PyTorch's number,
+      and fewer while other processes keep the cores busy; fixed if OMP_NUM_THREADS or MKL_NUM_THREADS is set.
     - `tensor_parallel_size`: GPUs of this host to split the model over, one process each (on a CPU: processes without
       graphs).
     - Graph settings use Megatron's names and values. Inference accepts the impls `none` and `local`. The default scope

@@ -25,6 +25,7 @@ from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
+from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
 from graph_cache.digest import Digest
 from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.pool import GraphPool
@@ -78,6 +79,7 @@ class TrainingEngine:
         self.stats = CacheStats()
         self._pool = pool
         self._networks: list[Network] = []
+        self._threads: ThreadTuner | None = None  # of steps on a CPU; None if their number stays
         self._running = Running()
         self._adapters: list[CallAdapter] = []  # of whole iterations
         self._iterations: list[CapturedIteration | FullIteration] = []
@@ -161,7 +163,7 @@ class TrainingEngine:
         try:
             for found, settings in sections:
                 registered = self._registered(pool, [*own_generators, *found.generators])
-                context = CaptureContext(pool, self.stats, registered, found.state, self._running)
+                context = CaptureContext(pool, self.stats, registered, found.state, self._running, self._threads)
                 network.graphs.append(self._graphs(models, found, settings, context, microbatches))
         except BaseException:
             for graphs in network.graphs:
@@ -457,6 +459,7 @@ class TrainingEngine:
             name=name,
             generators=self._registered(pool, generators),
             warmup_steps=self._graph_config.warmup_steps,
+            threads=self._threads,
         )
         self._iterations.append(iteration)
         return iteration
@@ -506,6 +509,8 @@ class TrainingEngine:
         if model is not None:
             return
         self.clear()
+        if self._threads is not None:
+            self._threads.end()
         for adapter in self._adapters:
             adapter.end()
         self._adapters, self._iterations = [], []
@@ -547,7 +552,16 @@ class TrainingEngine:
             self._pool = GraphPool(backend_for(device))
         elif self._pool.backend.device.type != device.type:
             raise ConfigError(f"this engine captures on {self._pool.backend.device}, found a model on {device}")
+        if device.type == "cpu":
+            self._choose_threads()
         return self._pool
+
+    def _choose_threads(self) -> None:
+        """Set the number of threads that the configuration names, or tune it if nothing sets it."""
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        elif self._threads is None and threads_are_unset():
+            self._threads = ThreadTuner()
 
     def _registered(self, pool: GraphPool, generators: Sequence[torch.Generator]) -> list[torch.Generator]:
         """Return all generators that captured code may use; CUDA registers its default generator with every graph."""

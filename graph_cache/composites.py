@@ -89,5 +89,6 @@ def _current_keys() -> tuple[Any, Any]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
+@functools.cache
 def _registered(func: torch._ops.OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

@@ -80,7 +80,8 @@ READS_ALL_NAMES = COMPUTES_NAMES | {
     "exec",
     "locals",
 }
-# Functions in C that read the world outside of the process, as `module.name`; methods of types as `type.name`.
+# Functions in C that read the world outside of the process, or what changes while it runs, as `module.name`; methods of
+# types as `type.name`.
 OUTSIDE = {
     **{
         f"time.{name}{suffix}": "the clock"
@@ -90,6 +91,7 @@ OUTSIDE = {
     **{f"{kind}.{name}": "the clock" for kind in ("datetime", "date") for name in ("now", "utcnow", "today")},
     **{f"time.{name}": "the clock" for name in ("strftime", "gmtime", "localtime", "ctime", "asctime")},
     "posix.times": "the clock",
+    "torch.get_num_threads": "the number of threads",
     "posix.urandom": "random numbers of the system",
     **{
         f"posix.{name}": "the file system"

@@ -34,6 +34,10 @@ class Reference:
         self._generator_states = [generator.get_state() for generator in self.generators]
         self._expected: list[torch.Tensor] = []
 
+    def statics(self) -> list[torch.Tensor]:
+        """Return the tensors that the run reads and writes."""
+        return self._statics()
+
     @property
     def restores_all(self) -> bool:
         """Whether `rewind` restores all memory that the runs write, not only the static tensors."""

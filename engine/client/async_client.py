@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,7 +52,7 @@ from engine.text.bad_words import bad_word_ids
 from engine.text.load_warnings import unlogged
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
-from engine.utils.daemon_thread import in_daemon_thread
+from engine.utils.daemon_thread import in_background, in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,14 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
         return Tokenizer.try_load(source)
 
 
+def _prepare_chat(tokenizer: Tokenizer) -> None:
+    """Import what chats need while the model loads: the first one would wait for it. An error is left to that one."""
+    try:
+        tokenizer.prepare_chat()
+    except Exception as error:
+        logger.debug("chats could not be prepared: %s", error)
+
+
 class EngineClient:
     """Implementation of Client over any transport.
 
@@ -213,6 +222,8 @@ class EngineClient:
             source = await self._beginning
             self.tokenizer = await in_daemon_thread(_load_tokenizer, source)
             self._processor = OutputProcessor(self.tokenizer)
+            if self.tokenizer is not None and self.tokenizer.has_chat_template:
+                in_background(partial(_prepare_chat, self.tokenizer), "encore-prepare-chat")
             await self._ready
         except BaseException:
             self._ready.cancel()

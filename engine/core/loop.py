@@ -372,7 +372,15 @@ class EngineLoop:
             pause=self._pause.mode or "",
             released=self.sleep.released,
             weights_discarded=self.sleep.discarded,
+            num_threads=self._num_threads(),
         )
+
+    def _num_threads(self) -> int:
+        """Return the number of threads that a step on a CPU uses; 0 on a GPU."""
+        workers = self.executor.capabilities
+        if workers.device.type != "cpu":
+            return 0
+        return torch.get_num_threads() if workers.threads is None else workers.threads.count
 
     def idle_check(self) -> None:
         """Drain, then raise SchedulerInvariantError listing every live request and leaked page or slot, if any."""

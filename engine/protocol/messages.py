@@ -64,8 +64,9 @@ class EngineStats:
     """A snapshot of the loop's counters and gauges.
 
     `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `released`:
-    the parts of memory that sleep; `weights_discarded`: how the weights slept last. `graphs` is the graph cache's
-    snapshot as plain data, `histograms` the snapshots of engine.utils.histogram.
+    the parts of memory that sleep; `weights_discarded`: how the weights slept last. `num_threads` is how many a step on
+    a CPU uses; 0 on a GPU. `graphs` is the graph cache's snapshot as plain data, `histograms` the snapshots of
+    engine.utils.histogram.
     """
 
     num_running: int = 0
@@ -92,6 +93,7 @@ class EngineStats:
     pause: str = ""
     released: tuple[str, ...] = ()
     weights_discarded: bool = False
+    num_threads: int = 0
 
 
 CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)

@@ -8,16 +8,18 @@ import torch
 
 from engine.config import ResolvedConfig
 from engine.protocol.messages import ModelInfo
+from graph_cache.cpu_threads import ThreadTuner
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Sizes and limits that are equal on all ranks and never change.
+    """Sizes and limits that are equal on all ranks and never change, and what tunes the threads of a single rank.
 
     - windows: of each KV cache group, in tokens; None for full attention.
     - max_prefill_chunks: prompt chunks in one step.
     - max_verify_tokens: tokens in the rows of one step that verify drafts; 0 without speculative decoding.
     - device: of the worker in this process, where the core prepares token masks.
+    - threads: what changes the number of threads of steps on a CPU; None if it stays.
     """
 
     config: ResolvedConfig
@@ -26,3 +28,4 @@ class Capabilities:
     max_prefill_chunks: int
     max_verify_tokens: int
     device: torch.device
+    threads: ThreadTuner | None = None

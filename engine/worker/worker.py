@@ -7,7 +7,8 @@ executor, in one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.releasable import ReleasableMemory
 from engine.worker.step_input import MaskInput, StepInput
 from graph_cache.backends.base import Region
+from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
 from graph_cache.keys import GraphKey
 from graph_cache.manifest import Manifest
 from graph_cache.validation import did_you_mean
@@ -91,6 +93,9 @@ class Worker:
             generates_text=model.config.has_lm_head,
             num_parameters=_num_parameters(model),
         )
+        # Ranks whose results differ in the last bits could sample different tokens.
+        is_tuned = self.runner.device.type == "cpu" and config.num_threads is None and parallel.size == 1
+        self.threads = ThreadTuner() if is_tuned and threads_are_unset() else None
         self.capabilities = Capabilities(
             config=config,
             info=self.info,
@@ -98,6 +103,7 @@ class Worker:
             max_prefill_chunks=self.runner.prefill_buckets.max_chunks,
             max_verify_tokens=self.runner.max_verify_tokens,
             device=self.runner.device,
+            threads=self.threads,
         )
         self.memory = ReleasableMemory(
             model,
@@ -129,11 +135,15 @@ class Worker:
 
     def execute(self, step: StepInput) -> AsyncStepOutput:
         """Enqueue one step and return without waiting for it. See ModelRunner.execute."""
-        return self.runner.execute(step)
+        if self.threads is None:
+            return self.runner.execute(step)
+        with self.threads.step(*_kind_and_work(step)):
+            return self.runner.execute(step)
 
     def sample(self, masks: MaskInput) -> None:
         """Enqueue the rest of a constrained step. See ModelRunner.sample."""
-        self.runner.sample(masks)
+        with self._held_threads():
+            self.runner.sample(masks)
 
     def reset_after_failure(self) -> None:
         """Recover from a failed step: the next one takes all inputs from the host."""
@@ -147,11 +157,16 @@ class Worker:
 
     def warm(self, keys: Sequence[GraphKey]) -> None:
         """Capture the missing graphs of `keys`, in order."""
-        self.runner.cache.warm(wanted=keys)
+        with self._held_threads():
+            self.runner.cache.warm(wanted=keys)
 
     def capture(self, key: GraphKey) -> None:
         """Capture one graph between steps."""
-        self.runner.cache.warm_next(key)
+        with self._held_threads():
+            self.runner.cache.warm_next(key)
+
+    def _held_threads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.threads is None else self.threads.held()
 
     def invalidate(self, reason: str) -> int:
         """Drop every graph; return the number dropped."""
@@ -288,6 +303,15 @@ def _tensors_of(path: str) -> Iterator[tuple[str, Tensor]]:
     if not source.exists():
         raise ModelError(f"{path!r} does not exist: give a safetensors file or folder on the server's machine")
     return iterate_safetensors(source) if source.is_dir() else iterate_shards([source])
+
+
+def _kind_and_work(step: StepInput) -> tuple[Hashable, int]:
+    """Return the kind of a step for `ThreadTuner`, and the tokens that its time is proportional to."""
+    decode, prompt = step.decode, step.prefill
+    rows = None if decode is None else (decode.site, decode.bucket, *decode.variant.values())
+    tokens = 0 if prompt is None else sum(chunk.length for chunk in prompt.chunks)
+    drafted = 0 if step.verify is None else len(step.verify.slots)
+    return (rows, tokens.bit_length(), drafted.bit_length(), step.is_constrained), tokens + drafted or 1
 
 
 def _num_parameters(model: Model) -> int:

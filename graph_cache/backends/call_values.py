@@ -12,14 +12,19 @@ from typing import Any
 import torch
 
 # Types that most arguments have: the walk takes half of the time if they are not asked for what they contain.
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, type(None), torch.dtype, torch.device))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_OTHERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_LEAVES = _TENSORS | _OTHERS
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Return the tensors among the values, in order."""
     found: list[torch.Tensor] = []
     for value in values:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in _OTHERS:
+            continue
+        if kind in _TENSORS or isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
             found += tensors_in(*value)

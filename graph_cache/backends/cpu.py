@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,7 +17,7 @@ from graph_cache.backends.cpu_arena import Arena, Claim, plan_layout
 from graph_cache.backends.cpu_digest import digest_of
 from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
-from graph_cache.backends.cpu_tape import TapeRecorder
+from graph_cache.backends.cpu_tape import Tape, TapeRecorder
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.interrupts import Interrupts
@@ -64,6 +64,7 @@ class CpuBackend:
         self._replay_lock = threading.Lock()
         self._capturing_thread: int | None = None
         self._recorder: TapeRecorder | None = None  # of the capture in progress
+        self._matches: dict[Hashable, bool] = {}  # whether out= overloads match, in captures that are checked
         self.interrupts = Interrupts()
 
     def new_memory(self, releasable: bool = False) -> Arena:
@@ -104,7 +105,13 @@ class CpuBackend:
         """
         # Without a reference, this function itself must undo the run on an error.
         states = [] if reference is not None else [(generator, generator.get_state()) for generator in generators]
-        recorder = self._recorder = TapeRecorder(generators, can_undo=reference is None, check=self.interrupts.check)
+        is_checked = reference is not None
+        recorder = self._recorder = TapeRecorder(
+            generators,
+            can_undo=not is_checked,
+            check=self.interrupts.check,
+            matches=self._matches if is_checked else None,
+        )
         self._capturing_thread = threading.get_ident()
         try:
             with recorder, refuse_host_reads(recorder.may_read), recorder.observing_seeds():
@@ -125,7 +132,7 @@ class CpuBackend:
                 "depends on the host, on earlier runs or on an unregistered generator"
             )
         checks = [] if reference is None else [reference]
-        if reference is not None and not torch.is_grad_enabled():
+        if reference is not None and not torch.is_grad_enabled() and _noise_matters(recorder.tape, reference):
             checks += self._noise_reference(fn, reference)  # not with grad: a second run would replace saved tensors
         offsets, need = plan_layout(recorder.tape.buffers, recorder.tape.kept)
         claim = memory.claim(need)
@@ -177,3 +184,11 @@ class CpuBackend:
                 program()
             mismatches += reference.differences()
         return mismatches
+
+
+def _noise_matters(tape: Tape, reference: Reference) -> bool:
+    """Return whether a run from noise could differ from the recorded run.
+
+    If integers stay as they are, it can't where the run overwrites all floating-point numbers before it reads them.
+    """
+    return reference.restores_all or tape.reads(one for one in reference.statics() if one.is_floating_point())

@@ -9,6 +9,8 @@ import torch
 from graph_cache.backends.cpu_tape import Ref, Tape
 from graph_cache.digest import Digest, Numbers, hashed
 
+PLAIN = frozenset((type(None), bool, int, float, complex, str))
+
 
 def digest_of(tape: Tape) -> Digest:
     """Return the digest of a tape. Values of host tensors and of constants that it reads are not part of it."""
@@ -22,6 +24,8 @@ def digest_of(tape: Tape) -> Digest:
 
 def _spelled(value: Any, numbers: Numbers) -> Any:
     """Return a value in a form of which the text is equal in every process."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, (list, tuple)):
         return [_spelled(one, numbers) for one in value]
     if isinstance(value, dict):

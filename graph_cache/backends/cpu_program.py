@@ -6,6 +6,7 @@ the same arguments at half the cost. The loop remains as a fallback that always 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -46,20 +47,21 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
     def tensor_of(leaf: Any) -> Any:
         if not isinstance(leaf, Ref):
             return leaf
-        if leaf not in views:
-            if leaf.buffer in tape.kept:
-                storage = tape.kept[leaf.buffer]
-                view = torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.size, leaf.stride)
-            else:
-                start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
-                view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
-            view = torch._conj(view) if leaf.conjugated else view
-            views[leaf] = torch._neg_view(view) if leaf.negated else view
-        return views[leaf]
+        if (found := views.get(leaf)) is not None:
+            return found
+        if leaf.buffer in tape.kept:
+            storage = tape.kept[leaf.buffer]
+            view = torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.size, leaf.stride)
+        else:
+            start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
+            view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)
+        view = torch._conj(view) if leaf.conjugated else view
+        views[leaf] = view = torch._neg_view(view) if leaf.negated else view
+        return view
 
     calls = []
     for index, op in enumerate(tape.ops):
-        if op.func._schema.name in UNDEFINED_CONTENTS:
+        if _schema_of(op.func).name in UNDEFINED_CONTENTS:
             continue
         args, kwargs = map_leaves(tensor_of, op.args), map_leaves(tensor_of, op.kwargs)
         if not op.fresh:
@@ -143,14 +145,37 @@ def _script(calls: list[Call]) -> Callable[[], None]:
     return torch._C._create_function_from_graph("encore_replay", graph)
 
 
+class _Schema:
+    """The parts of an operation's schema that a node needs; PyTorch makes new objects at each access."""
+
+    def __init__(self, func: torch._ops.OpOverload):
+        schema = func._schema
+        self.name, self.returns = schema.name, len(schema.returns)
+        self.overload = str(schema).split("(")[0]
+        self.defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        self.types = {argument.name: _Type(argument.type) for argument in schema.arguments}
+
+
+class _Type:
+    """The type of an argument in the IR, and what its name says."""
+
+    def __init__(self, ir_type: Any):
+        self.ir_type, self.name = ir_type, str(ir_type)
+        self.is_number, self.is_float = "number" in self.name, "float" in self.name
+        self.holds_tensors = "Tensor" in self.name
+
+
+_schema_of = functools.cache(_Schema)
+_ANY_TYPE = _Type(None)
+
+
 def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
-    schema = call.func._schema
-    given = {argument.name: argument.default_value for argument in schema.arguments}
-    given |= dict(zip(given, call.args, strict=False)) | call.kwargs
-    inputs = [_value(graph, constants, given[argument.name], argument.type) for argument in schema.arguments]
-    node = graph.create(schema.name, inputs, len(schema.returns))
+    schema = _schema_of(call.func)
+    given = schema.defaults | dict(zip(schema.defaults, call.args, strict=False)) | call.kwargs
+    inputs = [_value(graph, constants, given[name], kind) for name, kind in schema.types.items()]
+    node = graph.create(schema.name, inputs, schema.returns)
     graph.insertNode(node)
-    if not _resolves_to_overload(node, call, given):
+    if not _resolves_to_overload(node, schema, given):
         if call.fallback is None:
             raise RuntimeError(f"{call.func} would be replayed as {node.schema()}")
         node.destroy()
@@ -167,40 +192,48 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
                 graph.insertNode(
                     graph.create(
                         "aten::copy_",
-                        [_value(graph, constants, destination, None), value, _value(graph, constants, False, None)],
+                        [
+                            _value(graph, constants, destination, _ANY_TYPE),
+                            value,
+                            _value(graph, constants, False, _ANY_TYPE),
+                        ],
                         1,
                     )
                 )
 
 
-def _resolves_to_overload(node: torch._C.Node, call: Call, given: dict[str, Any]) -> bool:
+def _resolves_to_overload(node: torch._C.Node, schema: _Schema, given: dict[str, Any]) -> bool:
     """Return whether the interpreter resolves the node to the call's overload.
 
     A node carries no overload name: the interpreter selects one by input types. If a number is passed for a tensor, it
     selects the overload for numbers, which is equivalent.
     """
-    found, wanted = node.schema().split("(")[0], str(call.func._schema).split("(")[0]
+    found, wanted = node.schema().partition("(")[0], schema.overload
+    if found == wanted:
+        return True
     numbers = any(
-        isinstance(given.get(argument.name), (bool, int, float, complex)) and "Tensor" in str(argument.type)
-        for argument in call.func._schema.arguments
+        isinstance(given.get(name), (bool, int, float, complex)) and kind.holds_tensors
+        for name, kind in schema.types.items()
     )
-    return found == wanted or (numbers and found.partition(".")[0] == wanted.partition(".")[0])
+    return numbers and found.partition(".")[0] == wanted.partition(".")[0]
 
 
 MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
 
-def _value(graph: torch._C.Graph, constants: dict, value: Any, ir_type: Any) -> torch._C.Value:
+def _value(graph: torch._C.Graph, constants: dict, value: Any, kind: _Type) -> torch._C.Value:
     """Return `value` as a graph constant, shared between calls. Lists of tensors are built by a node."""
+    if type(value) is torch.Tensor:
+        return _constant(graph, constants, ("tensor", id(value)), value)
     if isinstance(value, (list, tuple)):
-        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(ir_type, value):
-            return _constant(graph, constants, ("list", tuple(value), str(ir_type)), list(value))
-        return _list(graph, constants, value, ir_type)
+        if value and all(isinstance(item, (int, float)) for item in value) and not _wants_floats(kind, value):
+            return _constant(graph, constants, ("list", tuple(value), kind.name), list(value))
+        return _list(graph, constants, value, kind.ir_type)
     if isinstance(value, torch.memory_format):
         value = MEMORY_FORMATS.index(value)
-    if isinstance(value, bool) and "number" in str(ir_type):
+    if isinstance(value, bool) and kind.is_number:
         value = int(value)  # in the IR, a bool is not a number
-    if ir_type is not None and "float" in str(ir_type) and isinstance(value, int) and not isinstance(value, bool):
+    if kind.is_float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     key: tuple[str, Any]
     if isinstance(value, torch.Tensor):
@@ -213,8 +246,8 @@ def _value(graph: torch._C.Graph, constants: dict, value: Any, ir_type: Any) -> 
     return _constant(graph, constants, key, value)
 
 
-def _wants_floats(ir_type: Any, value: list | tuple) -> bool:
-    return "float" in str(ir_type) and any(isinstance(item, int) for item in value)
+def _wants_floats(kind: _Type, value: list | tuple) -> bool:
+    return kind.is_float and any(isinstance(item, int) for item in value)
 
 
 def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, ir_type: Any) -> torch._C.Value:
@@ -222,7 +255,8 @@ def _list(graph: torch._C.Graph, constants: dict, value: list | tuple, ir_type: 
     while hasattr(element, "getElementType") and not isinstance(element, torch._C.ListType):
         element = element.getElementType()  # unwrap Optional
     element = element.getElementType()
-    node = graph.create("prim::ListConstruct", [_value(graph, constants, item, element) for item in value], 1)
+    kind = _Type(element)
+    node = graph.create("prim::ListConstruct", [_value(graph, constants, item, kind) for item in value], 1)
     node.output().setType(torch._C.ListType(element))
     graph.insertNode(node)
     return node.output()

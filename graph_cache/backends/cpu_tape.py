@@ -7,7 +7,7 @@ operations, so that a capture that works on a laptop also works on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ UNDEFINED_CONTENTS = {
     "aten::new_empty_strided",
     "aten::empty_permuted",
 }
+OVERWRITING = {"aten::copy_", "aten::fill_", "aten::zero_"}  # their first argument
 BYTE_MASKS = (torch.bool, torch.uint8)
 INDEXING = {
     "aten::index",
@@ -51,6 +52,7 @@ HOST_READS = {
     "aten::_pad_packed_sequence": 1,
 }
 CPU = frozenset(("cpu",))
+MAX_MATCHES = 1 << 16
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
@@ -138,6 +140,22 @@ class Tape:
 
         return map_leaves(read, self.ops[index].outs)
 
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether a call may read memory of these tensors, from outside, that no call has overwritten before.
+
+        Only a read of exactly what was written is known to be of the run.
+        """
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        written: set[Hashable] = set()
+        for op in self.ops:
+            targets, read = _targets_and_sources(op)
+            for tensor in read:
+                place = tensor.untyped_storage()._cdata
+                if place in storages and (place, _geometry(tensor)) not in written:
+                    return True
+            written |= {(target.untyped_storage()._cdata, _geometry(target)) for target in targets}
+        return False
+
 
 class TapeRecorder(DecomposingMode):
     """Dispatch mode that runs operations and records them. Use as a context manager, then read `tape`.
@@ -150,9 +168,12 @@ class TapeRecorder(DecomposingMode):
         generators: Sequence[Any] = (),  # of torch.Generator
         can_undo: bool = False,
         check: Callable[[], None] = lambda: None,
+        matches: dict[Hashable, bool] | None = None,
     ):
         super().__init__()
         self._check = check  # before each operation: may raise
+        # Whether out= overloads match, by call: to be given where replays are compared with eager runs afterwards.
+        self._matches = matches
         self.tape = Tape()
         # With `can_undo`, by address: outside memory that the run wrote to, and its former contents.
         self._overwritten: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] | None = (
@@ -226,7 +247,7 @@ class TapeRecorder(DecomposingMode):
             self._constant_storages -= touched
         fresh = not touched <= input_storages
         if fresh or facts.is_mutable or not results:
-            self._record(func, args, kwargs, inputs, result, results, input_storages, fresh)
+            self._record(func, facts, args, kwargs, inputs, result, results, input_storages, fresh)
         return result  # if not recorded, a view: its geometry is in the Refs of later operations
 
     def _save_overwritten(
@@ -301,6 +322,7 @@ class TapeRecorder(DecomposingMode):
     def _record(
         self,
         func,
+        facts: Facts,
         args: tuple,
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
@@ -328,12 +350,11 @@ class TapeRecorder(DecomposingMode):
             new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
             return self._ref(leaf) if new else None
 
-        facts = Facts.of(func)
         outs = map_leaves(new_ref, result if facts.returns > 1 else (result,))
         in_place = (
             facts.name not in UNDEFINED_CONTENTS
             and all(isinstance(out, Ref) for out in outs)
-            and out_overload_matches(func, args, kwargs, result)
+            and self._out_overload_matches(func, args, kwargs, result)
         )
         self.tape.ops.append(
             Op(
@@ -352,6 +373,17 @@ class TapeRecorder(DecomposingMode):
             if buffer is not None:
                 entry = self.tape.buffers[buffer]
                 entry.nbytes, entry.last = max(entry.nbytes, storage.nbytes()), index  # out= may have resized it
+
+    def _out_overload_matches(self, func, args: tuple, kwargs: dict[str, Any], result: Any) -> bool:
+        if self._matches is None:
+            return out_overload_matches(func, args, kwargs, result)
+        key = func, _geometry(args), _geometry(kwargs)
+        found = self._matches.get(key)
+        if found is None:
+            if len(self._matches) >= MAX_MATCHES:
+                self._matches.clear()
+            found = self._matches[key] = out_overload_matches(func, args, kwargs, result)
+        return found
 
     def _ref(self, tensor: torch.Tensor) -> Ref | torch.Tensor:
         """Return a Ref for a tensor in recorded memory, or an alias of a tensor in outside memory.
@@ -440,6 +472,17 @@ class TapeRecorder(DecomposingMode):
         return generator._cdata in self._generators
 
 
+def _geometry(value: Any) -> Hashable:
+    """Return arguments of a call with the geometry of tensors in their place."""
+    if isinstance(value, (tuple, list)):
+        return tuple([_geometry(one) for one in value])
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_conj(), value.is_neg()
+    if isinstance(value, dict):
+        return tuple([(name, _geometry(one)) for name, one in value.items()])
+    return type(value), value  # 1, 1.0 and True are equal
+
+
 @functools.cache
 def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
     """Return the arguments that an operation writes; batch norm's schema omits its running statistics."""
@@ -447,6 +490,15 @@ def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
         argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
     ]
     return names + ["running_mean", "running_var"] if func is aten.native_batch_norm.default else names
+
+
+def _targets_and_sources(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors in outside memory of which a call overwrites every element, and the others."""
+    if op.func._schema.name in OVERWRITING:
+        return tensors_in(op.args[:1]), tensors_in(op.args[1:], op.kwargs)
+    outs = {argument.name for argument in op.func._schema.arguments if argument.is_out}
+    targets = [value for name, value in op.kwargs.items() if name in outs]
+    return tensors_in(targets), tensors_in(op.args, [value for name, value in op.kwargs.items() if name not in outs])
 
 
 def _is_single_rank_all_reduce(name: str, args: tuple) -> bool:

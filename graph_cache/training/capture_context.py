@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 
@@ -30,6 +31,8 @@ class CaptureContext:
     one of them moves.
 
     `running` is shared by all attached modules of an engine.
+
+    `threads` chooses the number of threads of each step on a CPU; None if it stays.
     """
 
     pool: GraphPool
@@ -37,3 +40,4 @@ class CaptureContext:
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
     running: Running = field(default_factory=Running)
+    threads: ThreadTuner | None = None

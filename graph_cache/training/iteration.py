@@ -22,6 +22,7 @@ from graph_cache.addresses import AddressBook
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import CaptureError, CaptureRefused
 from graph_cache.host_reads import (
     Reads,
@@ -159,6 +160,8 @@ class CapturedIteration:
     parameters, buffers or main_grads move, or tensors of `state`, which the step reads or writes besides them. Returned
     tensors have no history and are copies after a replay. `.grad` is left as the step leaves it.
 
+    `threads` chooses the number of threads of each step on a CPU; None if it stays.
+
     A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a
     framework whose counters the caller handles.
     """
@@ -174,8 +177,10 @@ class CapturedIteration:
         generators: Sequence[torch.Generator] = (),
         state: Mapping[str, Tensor] | None = None,
         checks_attributes: bool = True,
+        threads: ThreadTuner | None = None,
     ):
         self.name = name
+        self._threads = threads
         self._checks_attributes = checks_attributes
         self._step = step
         self._extra_state = {} if state is None else state
@@ -220,6 +225,8 @@ class CapturedIteration:
             self._stats.fallbacks[self.name, SCOPE, CACHED_PARAMETRIZATION] += 1
             return self._eager(args, kwargs)
         key, tensors = flatten_call(args, kwargs, training=True)
+        if self._threads is not None:
+            self._threads.begin((self.name, tuple([tensor.shape for tensor in tensors]), len(self._captured)))
         if any(is_sparse(one) or one.is_quantized or is_lazy(one) or overlaps(one) for one in tensors):
             self._stats.fallbacks[self.name, SCOPE, NO_MEMORY] += 1
             return self._eager(args, kwargs)

@@ -174,6 +174,9 @@ class TrainingGraphs:
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
         step_begins = self.outstanding == 0 and self._begin_step()
+        if step_begins and self.job.threads is not None:
+            shapes = tuple([tensor.shape for tensor in tensors])
+            self.job.threads.begin((attached.name, shapes, len(self._recorded_steps)))
         if not attached.has_same_parameters():
             return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
         if reason := input_refusal(tensors, self.job.pool.backend.device):

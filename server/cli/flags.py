@@ -79,7 +79,7 @@ ENGINE_HELP = {
     "quantization": "quantise the linear layers of a plain checkpoint while it loads; none: store what it holds",
     "kv_cache_dtype": "storage of keys and values: auto (the model's data type), or 8-bit floats",
     "cpu_weight_format": "earlier name of --quantization on a CPU (int4), and of --dtype (bf16, fp32)",
-    "num_threads": "number of threads of a CPU engine",
+    "num_threads": "number of threads of a CPU engine; by default one per core, fewer beside busy processes",
     "tensor_parallel_size": "number of GPUs of this host for tensor parallelism, one process each",
     "max_model_len": "context length in tokens",
     "max_num_seqs": "maximum number of sequences in the running batch",

@@ -297,6 +297,7 @@ class EngineCollector:
         waiting.add_metric(("deferred",), stats.num_deferred)
         yield waiting
         yield gauge_family("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", stats.kv_cache_usage)
+        yield gauge_family("cpu_threads", "Threads that a step on a CPU uses; 0 on a GPU.", stats.num_threads)
         totals = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),

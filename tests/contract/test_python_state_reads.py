@@ -523,6 +523,7 @@ def test_a_change_in_the_tree_of_modules_is_noticed(pool, device, name, api, aft
 
 OUTSIDE = {
     "the clock": lambda: float(time.monotonic() > 0),
+    "the number of threads": lambda: float(torch.get_num_threads() > 0),
     "random numbers of the system": lambda: float(uuid.uuid4().int > 0),
     "a file": lambda: float(len(pathlib.Path(__file__).read_text()) > 0),
     "the file system": lambda: float(os.path.exists(__file__)),

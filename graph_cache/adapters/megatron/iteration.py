@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
+from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.keys import IdentityKey
 from graph_cache.pool import GraphPool
@@ -71,7 +72,7 @@ class FullIteration:
     tensors in the graph, so they may change. `settings`: objects with Megatron's settings (arguments, configurations)
     to check at construction; the models' settings are checked at every call. `generators` are registered with each
     graph, in addition to the generators of Megatron's tracker. `prepare` gets the model chunks before each call.
-    Threads run their calls one after another.
+    `threads` chooses the number of threads of each step on a CPU. Threads run their calls one after another.
 
     Raises GraphConfigError for what can't be captured and MicrobatchesRanOut, both before anything runs; GraphError if
     the step consumes a different number of batches than of microbatches.
@@ -88,6 +89,7 @@ class FullIteration:
         generators: Sequence[torch.Generator] = (),
         settings: Iterable[Any] = (),
         prepare: Callable[[Sequence[nn.Module]], None] | None = None,
+        threads: ThreadTuner | None = None,
     ):
         if isinstance(forward_backward_func, FullCudaGraphWrapper):
             raise GraphConfigError(
@@ -104,6 +106,7 @@ class FullIteration:
         self._warmup_steps = warmup_steps
         self._generators = tuple(generators)
         self._prepare = prepare
+        self._threads = threads
         self._iteration: CapturedIteration | None = None
 
     @one_at_a_time
@@ -158,6 +161,7 @@ class FullIteration:
             warmup_steps=self._warmup_steps,
             generators=(*self._generators, *tracked),
             state=AuxLosses(),
+            threads=self._threads,
             checks_attributes=False,  # Megatron counts microbatches and gradients in attributes
         )
         return self._iteration

@@ -18,7 +18,7 @@ import pytest_asyncio
 from engine import SamplingParams
 from engine.client.async_client import EngineClient, make_client
 from engine.client.supervisor import RestartPolicy, Supervisor
-from engine.client.transport import ProcessTransport
+from engine.client.transport import ProcessTransport, ThreadTransport
 from engine.config import EngineConfig
 from engine.errors import (
     ConfigError,
@@ -29,6 +29,8 @@ from engine.errors import (
     PromptTooLong,
     RequestError,
 )
+from engine.protocol.messages import Ready
+from engine.text.tokenizer import Tokenizer
 from tests.engine.lively import PROMPTS, SETTINGS, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -450,3 +452,30 @@ async def test_a_pause_freezes_holds_and_refuses_the_requests_of_every_client(cl
     await client.resume()
     assert not await client.is_paused()
     assert (await run("again", 5))[-1].finish_reason == "length"
+
+
+async def test_what_chats_need_is_prepared_while_the_model_loads(tiny_model):
+    """Else the first chat would wait for it, a second of imports."""
+
+    class Waits(ThreadTransport):
+        def start(self, on_report):
+            def report(one):
+                if isinstance(one, Ready):
+                    assert prepared.wait(60)
+                on_report(one)
+
+            super().start(report)
+
+    prepared = threading.Event()
+    prepare_chat = Tokenizer.prepare_chat
+
+    def prepare(tokenizer):
+        prepared.set()
+        return prepare_chat(tokenizer)
+
+    config = EngineConfig(model=str(tiny_model), **LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "prepare_chat", prepare)
+        client = EngineClient(config, Waits(config))
+        async with serving(client):  # its engine is ready only when chats are being prepared
+            assert prepared.is_set()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from graph_cache.backends.cpu_tape import Ref
+from graph_cache import BATCH, Buckets, BufferSpec, GraphCache, GraphConfig, Site, StaticBuffers
+from graph_cache.backends.cpu_out import out_overload_matches
+from graph_cache.backends.cpu_tape import Ref, TapeRecorder
 from graph_cache.errors import CaptureRefused
 from tests.graph_cache.backends.tapes import recorded
 
@@ -160,3 +162,76 @@ def test_random_operations_need_a_registered_generator():
         recorded(lambda: torch.rand(2, generator=other), [mine])
     with pytest.raises(CaptureRefused):
         recorded(lambda: torch.rand(2), [mine])
+
+
+@pytest.mark.parametrize(
+    ("fn", "reads"),
+    [
+        (lambda x, out: out.copy_(x), False),
+        (lambda x, out: out.zero_(), False),
+        (lambda x, out: torch.mul(x, 2, out=out), False),
+        (lambda x, out: (out.copy_(x), out.argmax()), False),
+        (lambda x, out: (out[:2].copy_(x[:2]), out[:2].argmax()), False),
+        (lambda x, out: (out[:2].copy_(x[:2]), out.argmax()), True),  # the rest is from outside
+        (lambda x, out: (out.argmax(), out.copy_(x)), True),
+        (lambda x, out: out.copy_(out), True),
+        (lambda x, out: out.add_(x), True),
+        (lambda x, out: torch.mul(out, 2, out=out), True),
+        (lambda x, out: (out.fill_(out.sum()), x), True),
+        (lambda x, out: torch.stack([x, out]), True),
+        (lambda x, out: (out.copy_(x), out.view(torch.int32).sum()), True),  # not exactly what was written
+    ],
+)
+def test_a_tape_knows_whether_the_run_reads_memory_before_it_overwrites_it(fn, reads):
+    x, out = torch.randn(4, 3), torch.randn(4, 3)
+    assert recorded(lambda: fn(x, out)).reads([out]) is reads
+    assert not recorded(lambda: fn(x, out)).reads([torch.ones(4, 3)])
+
+
+def test_an_overload_is_tried_once_for_each_geometry_where_replays_are_checked(monkeypatch):
+    tried = []
+
+    def try_overload(func, args, kwargs, results):
+        tried.append(func._schema.name)
+        return out_overload_matches(func, args, kwargs, results)
+
+    monkeypatch.setattr("graph_cache.backends.cpu_tape.out_overload_matches", try_overload)
+    x, wide = torch.randn(4, 3), torch.randn(4, 6)
+
+    def fn():
+        for _ in range(5):
+            (x * 2, x * 3, x * 3.0, x.exp(), wide[:, ::2].exp())
+
+    def ops(matches) -> list[bool]:
+        recorder = TapeRecorder((), matches=matches)
+        with torch.inference_mode(), recorder:
+            fn()
+        return [op.in_place for op in recorder.tape.ops]
+
+    wanted, known = ops(None), {}
+    assert len(tried) == 25
+    assert ops(known) == ops(known) == wanted
+    assert len(tried) == 30 and len(known) == 5
+
+
+def test_a_capture_runs_from_noise_only_where_noise_could_change_the_run():
+    """A run from noise repeats the recorded run if it reads no floating-point number from outside."""
+
+    def runs(fn) -> int:
+        count = 0
+        specs = {"x": BufferSpec((BATCH, 3), torch.float32), "i": BufferSpec((BATCH,), torch.int64)}
+        buffers = StaticBuffers(specs, 2, torch.device("cpu"))
+
+        def body(x, i):
+            nonlocal count
+            count += 1
+            fn(x, i)
+
+        cache = GraphCache(config=GraphConfig())
+        cache.add_site(Site("step", [body], buffers, Buckets((2,))))
+        cache.warm()
+        assert cache.stats.captures.total() == 1
+        return count
+
+    assert runs(lambda x, i: x.copy_(i[:, None].expand(2, 3))) == 2
+    assert runs(lambda x, i: x.copy_(x + i[:, None])) == 3

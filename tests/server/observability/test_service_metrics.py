@@ -73,3 +73,4 @@ def test_steps_are_counted(server):
     before = server.metric("encore_engine_steps_total")
     server.answer("/v1/completions", {"prompt": "red", "max_tokens": 5, "ignore_eos": True})
     server.wait(lambda: server.metric("encore_engine_steps_total") == before + 5, "5 steps")
+    assert server.metric("encore_cpu_threads") == 1  # num_threads of the fixture
