@@ -74,25 +74,25 @@ class Whole(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows `index` int64 [n] of a tensor along `dim`, such as the slots of a KV cache that a step writes.
+    """The rows `numbers` int64 [n] of a tensor along `dim`, such as the slots of a KV cache that a step writes.
 
     A row may be listed several times.
     """
 
     name: str
     tensor: Tensor
-    index: Tensor
+    numbers: Tensor
     dim: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes // max(1, self.tensor.shape[self.dim]) * len(self.index)
+        return self.tensor.nbytes // max(1, self.tensor.shape[self.dim]) * len(self.numbers)
 
     def read(self) -> Tensor:
-        return self.tensor.index_select(self.dim, self.index)
+        return self.tensor.index_select(self.dim, self.numbers)
 
     def write(self, values: Tensor) -> None:
-        self.tensor.index_copy_(self.dim, self.index, values)
+        self.tensor.index_copy_(self.dim, self.numbers, values)
 
 
 class Memory(NamedTuple):
@@ -289,9 +289,7 @@ class ShadowChecks:
             flags = self.agree(replayed.differing(changed))
             host = self._backend.host_tensor(tuple(flags.shape), flags.dtype)
             wait = self._backend.copy_to_host(host, flags)
-            self._unread.append(
-                _Unread(call.key, shadow, replayed.names, host, wait, time.perf_counter() - begin)
-            )
+            self._unread.append(_Unread(call.key, shadow, replayed.names, host, wait, time.perf_counter() - begin))
         finally:
             self._pause(call.key.site, time.perf_counter() - begin)
 
