@@ -95,7 +95,7 @@ class Rows(NamedTuple):
         self.tensor.index_copy_(self.dim, self.numbers, values)
 
 
-class Memory(NamedTuple):
+class Bytes(NamedTuple):
     """All bytes of a storage."""
 
     name: str
@@ -155,7 +155,7 @@ class CheckedCall(NamedTuple):
     generators: Sequence[torch.Generator]
 
 
-class _Snapshot:
+class Snapshot:
     """Values of regions, and the states of generators, at one time."""
 
     def __init__(self, regions: Sequence[Region], generators: Sequence[torch.Generator], device: torch.device):
@@ -314,15 +314,15 @@ class ShadowChecks:
                 "%s is not deterministic: two eager runs on the same buffers differ in %s. Its graphs are not compared "
                 "with eager any more",
                 site,
-                _listed(unstable),
+                listed(unstable),
             )
             return ""
         self._count(call.key, DIFFERS)
         self._stats.shadow_mismatches[site, call.key.phase] += 1
-        return f"its replay differed from an eager run on the same buffers in {_listed([*shadow.differing, *found])}"
+        return f"its replay differed from an eager run on the same buffers in {listed([*shadow.differing, *found])}"
 
-    def _snapshot(self, call: CheckedCall, regions: Sequence[Region]) -> _Snapshot:
-        return _Snapshot(regions, call.generators, self._backend.device)
+    def _snapshot(self, call: CheckedCall, regions: Sequence[Region]) -> Snapshot:
+        return Snapshot(regions, call.generators, self._backend.device)
 
     def _pause(self, site: str, seconds: float) -> None:
         """Let so much time pass before the next check of a site that checks as long as its longest keep to the share.
@@ -340,7 +340,8 @@ def _named(names: Sequence[str], flags: Tensor) -> list[str]:
     return [name for name, flag in zip(names, flags.tolist(), strict=False) if flag]
 
 
-def _listed(names: Sequence[str], limit: int = 6) -> str:
+def listed(names: Sequence[str], limit: int = 6) -> str:
+    """Return names as text, the first of many."""
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -21,7 +21,7 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.row_check import check_rows
-from graph_cache.shadow import Memory, Region, Whole
+from graph_cache.shadow import Bytes, Region, Whole
 from graph_cache.torch_settings import free_frames
 
 logger = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class Site:
         for label, buffer in self._outputs.items():
             found.append(Whole(f"result {label.leaf}", buffer[:bucket] if label.batched else buffer))
         own = {tensor.untyped_storage()._cdata for tensor in (*self.buffers.tensors.values(), *self._outputs.values())}
-        found += [Memory(f"memory {index}", one) for index, one in enumerate(written) if one._cdata not in own]
+        found += [Bytes(f"memory {index}", one) for index, one in enumerate(written) if one._cdata not in own]
         return found + list(self._writes(bucket))
 
     def outputs(self, key: GraphKey, rows: int) -> Any:

@@ -75,7 +75,9 @@ def test_a_page_off_by_one_is_found_and_requests_get_the_right_tokens(make_engin
     monkeypatch.setattr(CacheEntry, "replay", off_by_one)
     [output] = engine.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy(24))
     assert output.token_ids == reference.greedy(PROMPTS[0], 24)  # what it wrote to the wrong page, eager wrote over
-    assert outcomes(engine) == {("decode", "decode", "differs"): 1}
+    assert {labels: count for labels, count in outcomes(engine).items() if labels[0] == "decode"} == {
+        ("decode", "decode", "differs"): 1
+    }
     assert dict(engine.stats().graphs["shadow_mismatches"]) == {("decode", "decode"): 1}
     [row] = [row for row in engine.graphs() if row["site"] == "decode"]
     assert row["state"] == "failed" and "keys of layer 0" in row["failure"]
