@@ -730,7 +730,7 @@ class CapturedIteration:
         if any(map(lacks_memory, (*self._all_parameters(), *kept.values()))):
             return Finding(UNCHECKED, [])
         contents = {address: copy_of(grad) for address, grad in kept.items()}
-        # Eager adds to the gradients, of which it gets copies, and a graph to memory of its own.
+        # Eager adds to the gradients, of which it gets copies, and a graph writes separate memory.
         gradients = {grad.untyped_storage()._cdata for grad in kept.values()}
         storages = {storage._cdata: storage for storage in captured.outside} | self._declared()
         regions = [

@@ -380,7 +380,7 @@ class TrainingGraphs:
         return True
 
     def _drop_unequal(self, recorded: RecordedStep, unequal: CallSignature, problem: str) -> None:
-        """Drop a step's graphs: those of other calls are captured again, and the unequal call runs eager."""
+        """Drop a step's graphs: other calls are captured again, and the unequal call runs eager."""
         self._recorded_steps.remove(recorded)
         for signature, state in recorded.captured_states().items():
             state.drop(CaptureStatus.EVICTED, 0 if signature == unequal else self._warmup_steps)
