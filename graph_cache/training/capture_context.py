@@ -29,7 +29,7 @@ class CaptureContext:
     auxiliary losses. The mapping is read again each time. A capture restores these tensors, and graphs are dropped when
     one of them moves.
 
-    `running` is shared by all attached modules of an engine.
+    `running` is shared by all attached modules of an engine. With `checks`, the first replays are compared with eager.
     """
 
     pool: GraphPool
@@ -37,3 +37,4 @@ class CaptureContext:
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
     running: Running = field(default_factory=Running)
+    checks: bool = True

@@ -168,6 +168,9 @@ class CapturedIteration:
 
     A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a
     framework whose counters the caller handles.
+
+    With `checks`, the second call of a signature's graph is compared with eager, on copies of all state. See
+    `shadow_checks.py`.
     """
 
     def __init__(
@@ -181,8 +184,10 @@ class CapturedIteration:
         generators: Sequence[torch.Generator] = (),
         state: Mapping[str, Tensor] | None = None,
         checks_attributes: bool = True,
+        checks: bool = True,
     ):
         self.name = name
+        self._checks = checks
         self._checks_attributes = checks_attributes
         self._step = step
         self._extra_state = {} if state is None else state
@@ -242,7 +247,7 @@ class CapturedIteration:
         self._calls += 1
         if captured is not None and self._addresses_unchanged(captured):
             captured.last_call = self._calls
-            if not captured.checked and self._is_unequal(signature, captured, tensors):
+            if self._checks and not captured.checked and self._is_unequal(signature, captured, tensors):
                 self._stats.fallbacks[self.name, SCOPE, CAPTURE_FAILED] += 1
                 return self._eager(args, kwargs)
             return self._replay(captured, tensors)
@@ -741,7 +746,8 @@ class CapturedIteration:
 
         def replay() -> list[Tensor | None]:
             load(captured.inputs, tensors)
-            load([static for _, static in captured.grads_before], [one.grad for one, _ in captured.grads_before])
+            read: list[Any] = [parameter.grad for parameter, _ in captured.grads_before]  # none is None
+            load([static for _, static in captured.grads_before], read)
             captured.runner.replay()
             left: list[Tensor | None] = [
                 *[grad for _, grad in captured.grads_after],
