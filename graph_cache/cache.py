@@ -392,6 +392,7 @@ class GraphCache:
         finally:
             if problem:
                 logger.error("%s runs eager from now on: %s", key, problem)
+                self.stats.failures[site.name] = problem
                 with self.pool.lock:
                     self.pool.backend.synchronize()
                     entry.drop(CaptureStatus.EVICTED)

@@ -9,7 +9,7 @@ They find what the contract of captures misses, and never replace a refusal. The
     not deterministic eager differs from itself: replays are not compared any more
 
 Every compared run leaves the results of eager. The comparison is made on the device, and its flags are read at the
-cache's next run.
+cache's next run. Training's checks, after captures only, are in `training/shadow_checks.py`.
 """
 
 from __future__ import annotations

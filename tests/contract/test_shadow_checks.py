@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import time
 from unittest import mock
 
 import pytest
@@ -235,3 +236,37 @@ def test_a_recaptured_key_is_checked_again(device):
     for _ in range(3):
         run(x)
     assert outcomes(cache) == {"equal": 2}
+
+
+def test_a_difference_on_another_rank_drops_the_graph_on_this_one(device):
+    cache, run = graphed(device, torch.cos)
+    others = iter([1, 1, 0])  # what the other rank finds: first replay, second replay, eager beside itself
+
+    def agree(flags: Tensor) -> Tensor:
+        return flags + next(others)
+
+    cache.shadows.agree = agree
+    x = inputs(device)
+    for _ in range(3):
+        assert torch.equal(run(x), x.cos())
+    assert outcomes(cache) == {"differs": 1} and row(cache)["state"] == "failed"
+
+
+def test_sampled_checks_keep_to_their_share_of_the_time(device):
+    share = 0.05
+    cache, run = graphed(device, torch.cos, config=GraphConfig(shadow_check_share=share))
+    x, checks = inputs(device), cache.shadows
+    spent, compare = [], checks._compare  # noqa: SLF001
+
+    def timed(*args) -> None:
+        begin = time.perf_counter()
+        compare(*args)
+        spent.append(time.perf_counter() - begin)
+
+    checks._compare = timed  # noqa: SLF001
+    run(x)
+    begin = time.perf_counter()
+    while len(spent) < 4 and time.perf_counter() - begin < 20:
+        run(x)
+    assert len(spent) >= 2  # they are sampled
+    assert sum(spent[1:-1]) <= 2 * share * (time.perf_counter() - begin)
