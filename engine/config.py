@@ -17,7 +17,7 @@ from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import DEFAULT_MAX_IMAGES, VisionSettings, vision_settings
 from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
 from graph_cache.buckets import Buckets
-from graph_cache.config import GraphConfig
+from graph_cache.config import DEFAULT_SHARE, GraphConfig
 from graph_cache.errors import GraphConfigError
 from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
@@ -90,6 +90,8 @@ class EngineConfig(NamesFields):
       graphs).
     - Graph settings use Megatron's names and values. Inference accepts the impls `none` and `local`. The default scope
       is `block` under `local` (Megatron's is `layer`), else `none`.
+    - `graph_shadow_check_share`: share of the time in which replays are compared with eager steps, beside the first one
+      of each graph (docs/graph-cache.md). 0: replays are never compared, in training too.
     - `cuda_graph_max_packed_seqs`: training only; `attach` pads packed sequences of a Megatron-Core model to this many
       documents (`encore tune --packed` chooses it). `cuda_graph_packed_seq`: False turns that off; True needs a number.
     - `cuda_graph_moe_dropless`: training only; dropless experts of a Megatron-Core model on one device use torch's
@@ -144,6 +146,7 @@ class EngineConfig(NamesFields):
     graph_buckets: tuple[int, ...] | None = None
     warmup: str = "lazy"
     graph_manifest: str | None = None
+    graph_shadow_check_share: float = DEFAULT_SHARE
 
     logprobs_mode: str = "processed"
     seed: int = 0
@@ -193,6 +196,9 @@ class EngineConfig(NamesFields):
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
+        share = self.graph_shadow_check_share
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
+            raise ConfigError(f"graph_shadow_check_share={share!r} must be a number from 0 to 1")
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be a model name, a folder or a .gguf file")
         if not isinstance(self.generation_config, str) or not self.generation_config:
@@ -323,7 +329,8 @@ class EngineConfig(NamesFields):
 
     def graph_config(self) -> GraphConfig:
         """Return the graph settings of the core. Raises GraphConfigError for a combination that is not supported."""
-        return self.megatron_graph_config().graph_config()
+        selected = self.megatron_graph_config().graph_config()
+        return dataclasses.replace(selected, shadow_check_share=self.graph_shadow_check_share)
 
     def megatron_graph_config(self) -> MegatronGraphConfig:
         """Return the graph settings in Megatron's vocabulary, with defaults resolved and combinations checked."""

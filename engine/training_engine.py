@@ -163,7 +163,10 @@ class TrainingEngine:
         try:
             for found, settings in sections:
                 registered = self._registered(pool, [*own_generators, *found.generators])
-                context = CaptureContext(pool, self.stats, registered, found.state, self._running, self._threads)
+                context = CaptureContext(
+                    pool, self.stats, registered, found.state, self._running, self._threads,
+                    checks=self.config.graph_shadow_check_share > 0,
+                )  # fmt: skip
                 network.graphs.append(self._graphs(models, found, settings, context, microbatches))
         except BaseException:
             for graphs in network.graphs:
@@ -404,7 +407,8 @@ class TrainingEngine:
         generators: Sequence[torch.Generator] = (),
     ) -> CapturedIteration:
         """Capture all of `step(*args, **kwargs)`, forward, backward and the rest, in one graph per call signature."""
-        return self._make_iteration(CapturedIteration, step, "capture_iteration", device, name, generators)
+        make = functools.partial(CapturedIteration, checks=self.config.graph_shadow_check_share > 0)
+        return self._make_iteration(make, step, "capture_iteration", device, name, generators)
 
     @names_arguments
     def capture_forward_backward(

@@ -50,6 +50,7 @@ from graph_cache.layout import replica_of
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool
 from graph_cache.runner import GraphRunner
+from graph_cache.shadow import CheckedCall, Shadow, ShadowChecks
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
 from graph_cache.torch_settings import free_frames, modes_active
@@ -96,11 +97,17 @@ class CacheEntry:
     runners: list[GraphRunner] = field(default_factory=list)
     real_rows: int = 0
     nbytes: int = 0
+    shadow: Shadow = field(default_factory=Shadow)
+
+    def replay(self) -> None:
+        """Run the graphs in order."""
+        for runner in self.runners:
+            runner.replay()
 
     def drop(self, cause: CaptureStatus) -> None:
         """Destroy the graphs, or forget the failure."""
         _close(self.runners)
-        self.runners, self.real_rows, self.nbytes = [], 0, 0
+        self.runners, self.real_rows, self.nbytes, self.shadow = [], 0, 0, Shadow()
         self.state.drop(cause)
 
     def row(self) -> dict[str, Any]:
@@ -114,6 +121,7 @@ class CacheEntry:
             "statics": dict(key.variant),
             "padded_rows": replays * key.bucket - self.real_rows,
             "graphs": len(runners),
+            **self.shadow.columns(),
         } | self.state.row(
             engine=runners[0].engine if runners else "",
             nbytes=self.nbytes,
@@ -147,6 +155,7 @@ class GraphCache:
         self.must_capture = False  # raise on a failed capture: ranks must capture alike
         self.manifest = manifest
         self.stats = CacheStats()
+        self.shadows = ShadowChecks(self.pool.backend, self.stats, self.config.shadow_check_share)
         self.enabled = self.config.captures_inference
         self._sites: dict[str, Site] = {}
         self._entries: dict[GraphKey, CacheEntry] = {}  # of keys whose capture was tried at least once
@@ -341,21 +350,54 @@ class GraphCache:
         if self.capture_on_miss and (entry is None or entry.state.may_capture):
             if self.enabled and site.serves(plan.key.variant):
                 entry = self._capture_for(plan.key)
+        self.shadows.settle()
+        if entry is not None and entry.state.captured:
+            if self.shadows.wants(site.name, entry.shadow):
+                self._replay_beside_eager(site, entry)
+            else:
+                entry.replay()
+        else:
+            site.run_eager(plan.key)
         reason: str | None = None
         if entry is not None and entry.state.captured:
-            for runner in entry.runners:
-                runner.replay()
             entry.state.replays += 1
             entry.real_rows += plan.rows
             self.stats.replays[site.name, site.scope, site.phase, plan.bucket] += len(entry.runners)
             if self.manifest is not None:
                 self.manifest.replayed(plan.key)
         else:
-            site.run_eager(plan.key)
             reason = self._eager_reason(site, plan.key) or NOT_CAPTURED
             self.stats.fallbacks[site.name, site.phase, reason] += 1
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
         return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
+
+    def _replay_beside_eager(self, site: Site, entry: CacheEntry) -> None:
+        """Make a shadow check of a key, which leaves the results of eager. Drops its graphs if they differ."""
+        key, generators = entry.key, dict.fromkeys((self.pool.backend.default_generator, *site.generators))
+        written = [storage for runner in entry.runners for storage in runner.written or ()]
+        call = CheckedCall(
+            key,
+            entry.replay,
+            lambda: site.run_beside_replay(key),
+            lambda: site.regions(key.bucket, written),
+            list(generators),
+        )
+        problem = ""
+        try:
+            with site.modes():
+                problem = self.shadows.run(call, entry.shadow)
+        except Exception as error:
+            problem = f"eager raised {type(error).__name__} where it was replayed: {error}"
+            raise
+        finally:
+            if problem:
+                logger.error("%s runs eager from now on: %s", key, problem)
+                self.stats.failures[site.name] = problem
+                with self.pool.lock:
+                    self.pool.backend.synchronize()
+                    entry.drop(CaptureStatus.EVICTED)
+                    entry.state.fail(problem)
+                    self._graphs_changed()
 
     def run_unpadded(self, plan: Plan, tensors: Mapping[str, torch.Tensor], reason: str | None = None) -> Any:
         """Run a plan that fits no bucket eagerly on `tensors`, without padding, and count it, under `reason` if given.

@@ -12,6 +12,7 @@ from graph_cache.errors import GraphConfigError
 from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
 
 INFERENCE_SCOPES = ("none", "layer", "block")
+DEFAULT_SHARE = 0.002  # an eager decode step takes 16 ms of Python, a replay 0.7
 TRAINING_CAPTURES = ("none", "native", "transformer_engine", "iteration")
 
 
@@ -25,6 +26,8 @@ class GraphConfig(NamesFields):
             iterations only, `transformer_engine` layers with Transformer Engine, `none` nothing.
         modules: Names of the parts of a layer that a training capture covers. Empty: the whole layer.
         warmup_steps: Eager training steps before a capture. Inference warms up within each capture.
+        shadow_check_share: Share of the time in which replays are compared with eager runs, from 0 to 1, after the
+            first comparison of each graph. 0: replays are never compared. See `shadow.py`.
 
     Raises GraphConfigError for an invalid value.
     """
@@ -33,6 +36,7 @@ class GraphConfig(NamesFields):
     training_captures: str = "native"
     modules: tuple[str, ...] = ()
     warmup_steps: int = 3
+    shadow_check_share: float = DEFAULT_SHARE
 
     def __post_init__(self) -> None:
         _check_choice("inference_scope", self.inference_scope, INFERENCE_SCOPES)
@@ -47,6 +51,9 @@ class GraphConfig(NamesFields):
         object.__setattr__(self, "modules", tuple(dict.fromkeys(modules)))
         if not is_whole_number(self.warmup_steps, 0):
             raise GraphConfigError(f"warmup_steps is {self.warmup_steps!r}: give a whole number, 0 or more")
+        share = self.shadow_check_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise GraphConfigError(f"shadow_check_share is {share!r}: give a number from 0 to 1")
 
     @property
     def captures_inference(self) -> bool:

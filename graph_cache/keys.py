@@ -34,6 +34,8 @@ REASONS = (
     EVICTED,
     WARMING_UP,
     OTHER_MODES,
+    REPEATED,
+    UNCHECKED_ROWS,
 )
 
 

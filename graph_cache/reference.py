@@ -77,10 +77,11 @@ class Reference:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
-    return torch.equal(_raw(one), _raw(other))
+    return torch.equal(raw_bits(one), raw_bits(other))
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers of the same bytes, one-dimensional: a view if the elements are in order."""
     tensor = tensor.int_repr() if tensor.is_quantized else tensor
     flat = tensor.reshape(-1)
     # A tensor of one element may have any stride; a view as another dtype needs stride 1.

@@ -57,6 +57,7 @@ class GraphRunner:
             raise CaptureError(f"warmup_runs={warmup_runs}: a checked capture needs at least 1 to compare with")
         self.state = RunnerState.NEW
         self.capture_seconds = 0.0
+        self.written: list[torch.UntypedStorage] | None = None  # memory that `restores` restored; None if unknown
         self._fn = fn
         self._pool = pool
         self._statics = statics
@@ -95,7 +96,7 @@ class GraphRunner:
         started = time.perf_counter()
         mode = torch.inference_mode() if self._inference and not self._grad else torch.set_grad_enabled(self._grad)
         with self._pool.session(), mode:
-            reference = None
+            reference = audit = None
             fn = run = self._fn
             try:
                 if self._checked and self._restores:
@@ -103,8 +104,6 @@ class GraphRunner:
                     run = audit.audited(self._fn)
                     if self._pool.backend.capture_runs:
                         fn = run
-                else:
-                    audit = None
                 if self._checked:
                     reference = Reference(self._statics, self._all_generators(), audit)
                     self._warm_up(run, reference)
@@ -119,6 +118,8 @@ class GraphRunner:
             finally:
                 if reference is not None:
                     reference.rewind()
+            if audit is not None:
+                self.written = [audit.outside[address] for address in audit.written]
         self.state = RunnerState.CAPTURED
         self.capture_seconds = time.perf_counter() - started
 
@@ -157,6 +158,7 @@ class GraphRunner:
         if self._graph is not None:
             self._graph.close()
             self._graph = None
+        self.written = None
         self._fn = self._statics = _closed
         self.state = RunnerState.CLOSED
 

@@ -21,6 +21,7 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.row_check import check_rows
+from graph_cache.shadow import Bytes, Region, Whole
 from graph_cache.torch_settings import free_frames
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class Site:
     A returned tensor counts as batched, and is cut to the rows of a run, if its first dimension equalled the bucket at
     every bucket that ran so far.
 
+    `writes` returns, for a bucket and the inputs in the buffers, what a run writes beside the buffers and its results,
+    such as the slots of a cache. Shadow checks save, compare and restore it. A site with `restores` needs none: its
+    captures find out.
+
     With `restores`, a capture restores all memory that its runs write. It copies that memory first, so sites that write
     large caches leave it out and direct their dummy runs to rows that no request uses.
     """
@@ -66,6 +71,7 @@ class Site:
         addresses: AddressBook | None = None,
         generators: Sequence[torch.Generator] = (),
         restores: bool = False,
+        writes: Callable[[int], Sequence[Region]] = lambda bucket: (),
     ):
         if buckets.max > buffers.max_rows:
             raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds {buffers.max_rows} rows of buffers")
@@ -83,6 +89,7 @@ class Site:
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self.restores = restores
+        self._writes = writes
         self.state: FunctionState | None = None  # of a function made by `GraphCache.graphed`
         # Keys that ran and were not captured since, with all their kernels loaded: their captures need no warm-up run.
         self.ran: set[GraphKey] = set()
@@ -141,6 +148,13 @@ class Site:
         """Run all parts eagerly on the static buffers at the key's bucket, as a graph of that key would."""
         with self.modes():
             self.run_bodies(key)
+
+    def run_beside_replay(self, key: GraphKey) -> str:
+        """Do what `run_eager` does, and return what Python state a function changed, which is restored."""
+        if self.state is None:
+            self.run_eager(key)
+            return ""
+        return self.state.refused_changes(lambda: self.run_eager(key))
 
     def run_bodies(self, key: GraphKey) -> None:
         """Run all parts on the static buffers at the key's bucket."""
@@ -262,6 +276,18 @@ class Site:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
+
+    def regions(self, bucket: int, written: Sequence[torch.UntypedStorage]) -> list[Region]:
+        """Return all memory that a run at this bucket on the inputs in the buffers writes, for a shadow check.
+
+        `written` is the memory beside the buffers and outputs that captures of a site with `restores` found.
+        """
+        found: list[Region] = [Whole(name, view) for name, view in self.buffers.view(bucket).items()]
+        for label, buffer in self._outputs.items():
+            found.append(Whole(f"result {label.leaf}", buffer[:bucket] if label.batched else buffer))
+        own = {tensor.untyped_storage()._cdata for tensor in (*self.buffers.tensors.values(), *self._outputs.values())}
+        found += [Bytes(f"memory {index}", one) for index, one in enumerate(written) if one._cdata not in own]
+        return found + list(self._writes(bucket))
 
     def outputs(self, key: GraphKey, rows: int) -> Any:
         """Return the last run's results for a key, cut to `rows`, in the callable's own structure. They are aliases."""

@@ -27,6 +27,8 @@ class CacheStats:
         self.failed_captures: Counter[tuple[str, str]] = Counter()  # site, scope
         self.failures: dict[str, str] = {}  # site -> reason of its last failed capture
         self.invalidations: Counter[str] = Counter()  # reason
+        self.shadow_checks: Counter[tuple[str, str, str]] = Counter()  # site, phase, outcome: see shadow.py
+        self.shadow_mismatches: Counter[tuple[str, str]] = Counter()  # site, phase; of graphs that were dropped
         self.real_tokens: Counter[str] = Counter()  # phase
         self.padded_tokens: Counter[str] = Counter()  # phase
         self.batch_rows: Counter[tuple[str, str, int]] = Counter()  # site, phase, real rows (see EXACT_ROWS)
@@ -42,10 +44,13 @@ class CacheStats:
         failures = [(site, n) for (site, _), n in counters["failed_captures"]]
         invalidations = [(reason, n) for (reason,), n in counters["invalidations"]]
         lines = [_line("replays", replays), _line("eager", eager), _line("captures", captures)]
+        checks = [(f"{site} {phase} {outcome}", n) for (site, phase, outcome), n in counters["shadow_checks"]]
         if failures:
             lines.append(_line("failed captures", failures))
         if invalidations:
             lines.append(_line("invalidations", invalidations))
+        if checks:
+            lines.append(_line("shadow checks", checks))
         real, padded = (sum(n for _, n in counters[name]) for name in ("real_tokens", "padded_tokens"))
         if real:
             lines.append(f"{'padding':<16} {100 * padded / (real + padded):.1f}% of {real + padded} computed rows")
@@ -77,6 +82,8 @@ class CacheStats:
             "captures",
             "failed_captures",
             "invalidations",
+            "shadow_checks",
+            "shadow_mismatches",
             "real_tokens",
             "padded_tokens",
             "batch_rows",

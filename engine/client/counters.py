@@ -18,7 +18,7 @@ COUNTS = (
 )  # fmt: skip
 GRAPH_COUNTS = (
     "replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens", "padded_tokens",
-    "batch_rows",
+    "batch_rows", "shadow_checks", "shadow_mismatches",
 )  # fmt: skip
 
 

@@ -21,9 +21,11 @@ from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
+from engine.worker.written_memory import written_slots, written_states
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
+from graph_cache.shadow import Region
 from graph_cache.site import Site
 
 SITE = "decode"
@@ -57,6 +59,7 @@ def decode_site(
         variants=[{"context": width} for width in contexts] or [{}],
         warm_variants=[{"context": width} for width in warm_contexts] or [{}],
         addresses=addresses,
+        writes=lambda bucket: step.writes(buffers["state"], bucket),
     )
 
 
@@ -89,7 +92,7 @@ class DecodeStep:
     The parts of `layer_parts` do the same work as `run`. Only `hidden` is passed from part to part: a graph's internal
     memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata. With
     `keeps_hidden`, `run` leaves the output of the last layer in `hidden` too. `prefix_group`: attention reads the
-    prefixes that rows share in this cache group once, as the state says.
+    prefixes that rows share in this cache group once, as the state says. `kv` is the cache that `attention` writes.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class DecodeStep:
         attention: AttentionBackend,
         sampler: GreedySampler,
         layout: Layout,
+        kv: KVCache,
         states: RecurrentStates | None = None,
         keeps_hidden: bool = False,
         prefix_group: int | None = None,
@@ -105,6 +109,7 @@ class DecodeStep:
         self.model, self.prefix_group = model, prefix_group
         self._keeps_hidden = keeps_hidden
         self._attention, self._sampler, self._layout, self._states = attention, sampler, layout, states
+        self._kv = kv
 
     def run(
         self, state: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor, context: int | None = None, **_: Any
@@ -126,6 +131,12 @@ class DecodeStep:
             self._sample(state, hidden, logits, next_tokens)
 
         return [embed, *(self._layer_part(index) for index in range(self.model.config.num_layers)), head]
+
+    def writes(self, state: Tensor, rows: int) -> list[Region]:
+        """Return what the step of this state writes beside the buffers."""
+        views = self._layout.views(state)
+        slots, positions = views.slots[:rows], views.positions[:rows]
+        return written_slots(self._kv, views.page_tables, slots, positions) + written_states(self._states, slots)
 
     def _layer_part(self, index: int) -> Part:
         def layer(state: Tensor, hidden: Tensor, context: int | None = None, **_: Any) -> None:

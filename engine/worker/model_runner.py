@@ -147,7 +147,14 @@ class ModelRunner:
         has_dynamic_lengths = self.attention.support.dynamic_lengths or not self.kv.groups
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
         make_step = partial(
-            DecodeStep, self.step_model, self.attention, greedy, layout, self.states, config.enable_return_hidden_states
+            DecodeStep,
+            self.step_model,
+            self.attention,
+            greedy,
+            layout,
+            self.kv,
+            self.states,
+            config.enable_return_hidden_states,
         )
         make_site = partial(
             decode_site, addresses=addresses, buffers=self.buffers, scope=self.cache.config.inference_scope
@@ -185,6 +192,7 @@ class ModelRunner:
                     self.state.last_tokens,
                     self.buffers["logits"],
                     self.buffers["next_tokens"],
+                    self.kv,
                     self.states,
                 )
                 if self.attention.support.captures_prefill:
@@ -277,6 +285,7 @@ class ModelRunner:
         """
         self._in_flight = [output for output in self._in_flight if not output.is_read]
         output = AsyncStepOutput(0 if step.decode is None else len(step.decode.slots))
+        self.cache.shadows.chosen = step.checked_sites
         with torch.inference_mode():
             for slot in step.admitted:
                 self.sampling.set_slot(slot.slot, slot.params, slot.seed, slot.prompt_ids, slot.output_ids)

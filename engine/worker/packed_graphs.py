@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
+from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import PrefillMetadata
 from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.models.interface import Model
@@ -21,9 +22,11 @@ from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk, VerifyRow
 from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
+from engine.worker.written_memory import written_slots, written_states
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.shadow import Region, Whole
 from graph_cache.site import Site
 
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512))
@@ -199,10 +202,11 @@ class PackedStep:
         last_tokens: Tensor,
         logits: Tensor,
         next_tokens: Tensor,
+        kv: KVCache,
         states: RecurrentStates | None = None,
     ):
         self._model, self._attention, self._sampler, self.buckets = model, attention, sampler, buckets
-        self._states = states
+        self._kv, self._states = kv, states
         self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
         self._rows = torch.arange(1, buckets.max_chunks + 1, device=model.device)
         self._padding = torch.zeros(len(logits), dtype=torch.int64, device=model.device)
@@ -223,7 +227,15 @@ class PackedStep:
             sizes.max,
             model.device,
         )
-        return Site(phase.value, [self._part], self._static, sizes, phase=phase.value, addresses=addresses)
+        return Site(
+            phase.value,
+            [self._part],
+            self._static,
+            sizes,
+            phase=phase.value,
+            addresses=addresses,
+            writes=self._writes,
+        )
 
     def load(self, packed: np.ndarray) -> None:
         """Copy a bucket's inputs to the static buffers."""
@@ -270,6 +282,21 @@ class PackedStep:
         hidden.copy_(self._forward(layout, inputs, tokens, None))
         ends, entries = self._sampled(layout, inputs, tokens)
         self._sample(hidden, ends, entries, self._logits[: len(ends)], self._next_tokens[: len(ends)])
+
+    def _writes(self, tokens: int) -> list[Region]:
+        """Return what a step of this bucket on the loaded inputs writes beside the static buffers."""
+        layout = self.buckets.layout(tokens)
+        packed = self._buffers["packed"][: layout.size(tokens, layout.num_chunks)]
+        (_, _, _, _, entries), per_token, tables = layout.split(packed, tokens)
+        _, positions, rows = per_token.t().contiguous()
+        ends, _ = self._sampled(layout, packed, tokens)
+        found: list[Region] = [
+            Whole("last_tokens", self._last_tokens),
+            Whole("logits", self._logits[: len(ends)]),
+            Whole("next_tokens", self._next_tokens[: len(ends)]),
+        ]
+        found += written_slots(self._kv, tables.transpose(0, 1), rows, positions)
+        return found + written_states(self._states, entries)
 
     def _sampled(self, layout: PackedLayout, packed: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the indices of the tokens after which one is sampled, and their entries of `last_tokens`."""

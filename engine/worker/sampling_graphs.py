@@ -19,6 +19,7 @@ from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.cache import GraphCache
+from graph_cache.shadow import Rows
 from graph_cache.site import Site
 
 SITE = "sampling"
@@ -82,6 +83,7 @@ class SamplingStep:
                 "last_tokens": (BufferSpec(tuple(last_tokens.shape), torch.int64, pad=None), last_tokens),
             },
             variants=sampler.variants,
+            writes=lambda rows: [Rows("token counts", sampler.counts.values, (self.slots[:rows] - 1).clamp_(min=0))],
         )
         self._sites = [sampling]
         self._scores = torch.empty(0)

@@ -82,6 +82,7 @@ class StepBuilder:
             prefill=prefill,
             verify=self._build_verify(batch.verifies) if batch.verifies else None,
             is_constrained=bool(batch.constrained),
+            checked_sites=self._cache.shadows.due_sites(),
         )
 
     def _fresh_pages(self, batch: Batch) -> list[int]:

@@ -124,6 +124,7 @@ class StepInput:
 
     - fresh_pages: pages to zero before, see `ModelRunner.prepare`.
     - is_constrained: a MaskInput follows, before any token of the step is sampled.
+    - checked_sites: the graph sites whose replays in this step are compared with eager, on all ranks.
     """
 
     admitted: list[SlotAssignment] = field(default_factory=list)
@@ -132,3 +133,4 @@ class StepInput:
     prefill: PrefillInput | None = None
     verify: VerifyInput | None = None
     is_constrained: bool = False
+    checked_sites: frozenset[str] = frozenset()

@@ -68,6 +68,7 @@ class Worker:
         self.runner = ModelRunner(config, model, eos_token_ids, manifest)
         # If one rank ran a step eager because its capture failed, the others' graphs would wait for its collectives.
         self.runner.cache.must_capture = parallel.size > 1
+        self.runner.cache.shadows.agree = parallel.all_reduce
         compile_kernels(self.runner, parallel.rank, parallel.size)
         self.info = ModelInfo(
             name=name,

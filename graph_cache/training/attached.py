@@ -408,6 +408,11 @@ class AttachedModule:
         for module, hook in self._hooks_to_run:
             hook(module, ())
 
+    @property
+    def runs_hooks(self) -> bool:
+        """Whether hooks run before each replay."""
+        return bool(self._hooks_to_run)
+
     def before_replay(self) -> None:
         """Do the host-side work that an eager call does before its kernels."""
         self.fire_hooks()

@@ -30,7 +30,7 @@ class CaptureContext:
     auxiliary losses. The mapping is read again each time. A capture restores these tensors, and graphs are dropped when
     one of them moves.
 
-    `running` is shared by all attached modules of an engine.
+    `running` is shared by all attached modules of an engine. With `checks`, the first replays are compared with eager.
 
     `threads` chooses the number of threads of each step on a CPU; None if it stays.
     """
@@ -41,3 +41,4 @@ class CaptureContext:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     running: Running = field(default_factory=Running)
     threads: ThreadTuner | None = None
+    checks: bool = True

@@ -24,12 +24,14 @@ from graph_cache.host_state import objects_with_tensors
 from graph_cache.layout import copy_into, copy_of, distinct
 from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
+from graph_cache.shadow import Bytes, Region, Whole
 from graph_cache.torch_settings import NO_AUTOCAST
 from graph_cache.training.attached import AttachedModule, is_data_parallel
 from graph_cache.training.call import (
     BackwardKey,
     CallKey,
     Result,
+    as_kind,
     as_leaves,
     is_sparse,
     lacks_memory,
@@ -177,14 +179,7 @@ class GraphedCall:
     def capture_forward(self) -> None:
         """Capture the forward and set the static `outputs`. Raises CaptureError."""
         self._forward_graph.capture()
-        self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
-        self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
-        # The others get no gradient in eager: their hooks must not run, and data parallelism finds them unused.
-        reached = set(map(id, leaves_of(self.outputs)))
-        aliases = dict(zip(self.parameters, self._aliases.trainable, strict=True))
-        self.parameters = [parameter for parameter, alias in aliases.items() if id(alias) in reached]
-        self._leaves = [aliases[parameter] for parameter in self.parameters]
-        self._repeat_tensors()
+        self._find_leaves()
         is_known = self._ran is not None and not self._ran.packs_saved_tensors
         saved = saved_storages(self.outputs) if is_known else set()
         self.reads_saved_tensors = bool(saved) or not is_known
@@ -195,6 +190,17 @@ class GraphedCall:
         if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
             strides = tuple([torch.ones_like(self.outputs[index]).stride() for index in self.differentiable])
             self._backward_key = BackwardKey(strides, NO_AUTOCAST, self.key.settings)
+
+    def _find_leaves(self) -> None:
+        """Find out which outputs are differentiable, and which parameters and inputs get gradients."""
+        self.differentiable = [index for index, output in enumerate(self.outputs) if output.requires_grad]
+        self.undifferentiable = [index for index, output in enumerate(self.outputs) if not output.requires_grad]
+        # The others get no gradient in eager: their hooks must not run, and data parallelism finds them unused.
+        reached = set(map(id, leaves_of(self.outputs)))
+        aliases = dict(zip(self.parameters, self._aliases.trainable, strict=True))
+        self.parameters = [parameter for parameter, alias in aliases.items() if id(alias) in reached]
+        self._leaves = [aliases[parameter] for parameter in self.parameters]
+        self._repeat_tensors()
 
     def _repeat_tensors(self) -> None:
         """Name parameters and inputs with several gradients several times."""
@@ -502,6 +508,45 @@ class GraphedCall:
             dummy if grad is None and dummy is not None else grad
             for grad, dummy in zip(grads, self._dummy_grads, strict=True)
         ]
+
+    # ---- shadow check ----------------------------------------------------------------------------------------------
+
+    def twin(self, owner: AttachedModule, tensors: Sequence[Tensor], context: CaptureContext) -> GraphedCall:
+        """Return the same call without graphs on copies of these inputs, for `run_eager`."""
+        inputs = [
+            copy_of(tensor).requires_grad_(static.requires_grad)
+            for tensor, static in zip(tensors, self.inputs, strict=False)
+        ]
+        if self.key.kinds:
+            inputs = list(map(as_kind, inputs, self.key.kinds))
+        return GraphedCall(owner, self.key, inputs, self._backward_key, context, context.pool.memory, self._separate)
+
+    def run_eager(self, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run what a capture would record, with gradients for `used_outputs`. Return outputs and all gradients."""
+        self._run_forward()
+        self._find_leaves()
+        self.grad_outputs = list(grad_outputs)
+        self._run_backward()
+        return [*self.outputs, *self.input_grads, *self.parameter_grads, *self.repeated_grads]
+
+    def run_graphs(self, tensors: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Replay the forward on inputs and the backward right after it. Return copies of what `run_eager` returns."""
+        self.replay_forward(tensors)
+        found: list[Tensor | None] = [copy_of(output) for output in self.outputs]
+        for (_, _, static), grad in zip(self._static_grad_outputs, grad_outputs, strict=True):
+            copy_into(static, grad)
+        self._replay_backward()
+        grads = (*self.input_grads, *self.parameter_grads, *self.repeated_grads)
+        return found + [None if grad is None else copy_of(grad) for grad in grads]
+
+    def written(self) -> list[Region]:
+        """Return the memory outside of the call that its forward or backward writes."""
+        found: list[Region] = [Whole(f"main_grad {index}", grad.data) for index, grad in enumerate(self._main_grads)]
+        found += [Whole(f"buffer {index}", one.data) for index, one in enumerate(self._state) if not lacks_memory(one)]
+        audit = self._forward_audit
+        own = {storage._cdata for tensor in self._state if (storage := storage_of(tensor)) is not None}
+        others = [audit.outside[address] for address in audit.written - own if address in audit.outside]
+        return found + [Bytes(f"memory {index}", one) for index, one in enumerate(others)]
 
     def close(self) -> None:
         """Destroy both graphs and release all static tensors."""

@@ -36,7 +36,7 @@ from graph_cache.host_reads import (
 )
 from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
 from graph_cache.keys import CAPTURE_FAILED, STALE
-from graph_cache.layout import copy_of, overlaps
+from graph_cache.layout import copy_into, copy_of, distinct, overlaps
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.namespaces import Namespace
 from graph_cache.parametrizations import is_cached
@@ -44,6 +44,7 @@ from graph_cache.pool import GraphPool
 from graph_cache.process_state import ProcessState
 from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.runner import GraphRunner
+from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed
 from graph_cache.stats import CacheStats
 from graph_cache.torch_settings import modes_active
 from graph_cache.training.call import (
@@ -74,6 +75,7 @@ from graph_cache.training.reasons import (
     PRECISION_AUTOCAST,
     TRANSFORM,
 )
+from graph_cache.training.shadow_checks import Finding, compared, describe
 from graph_cache.training.side_effects import TensorHooks, made_objects
 from graph_cache.training.threads import one_at_a_time
 
@@ -105,12 +107,7 @@ class _IterationGraph:
     def __init__(self, key: CallKey, tensors: Sequence[Tensor], state: CaptureState):
         self.key = key
         self.state = state
-        self.inputs = [
-            (tensor.detach().clone() if lacks_memory(tensor) else copy_of(tensor)).requires_grad_(tensor.requires_grad)
-            for tensor in tensors
-        ]
-        if key.kinds:
-            self.inputs = list(map(as_kind, self.inputs, key.kinds))
+        self.inputs = _copies_of(key, tensors)
         self.addresses = AddressBook()
         self.outside_addresses = AddressBook()  # of tensors outside modules
         self.quantizers = Quantizers([])  # of modules of Transformer Engine
@@ -125,6 +122,7 @@ class _IterationGraph:
         self.grads_after: list[tuple[Tensor, Tensor | None]] = []
         self.runner: GraphRunner | None = None
         self.argument_grads: list[tuple[int, Tensor]] = []  # gradients of arguments, by index
+        self.checked = False  # the first replay was compared with eager
 
     def pass_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Give the arguments of a call copies of their gradients, as its backward does in eager."""
@@ -139,6 +137,15 @@ class _IterationGraph:
         """Store copies of results where the step stores them."""
         for namespace, key, tensor in self.stored:
             namespace.set(key, copy_of(tensor))
+
+
+def _copies_of(key: CallKey, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of the tensors of a call, as the step sees them."""
+    found = [
+        (tensor.detach().clone() if lacks_memory(tensor) else copy_of(tensor)).requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    ]
+    return list(map(as_kind, found, key.kinds)) if key.kinds else found
 
 
 IterationSignature = tuple[CallKey, tuple[Any, ...]]  # (key of the call, model state)
@@ -164,6 +171,9 @@ class CapturedIteration:
 
     A step that changes Python state is refused. Without `checks_attributes`, only replaced buffers count, for a
     framework whose counters the caller handles.
+
+    With `checks`, the second call of a signature's graph is compared with eager, on copies of all state. See
+    `shadow_checks.py`.
     """
 
     def __init__(
@@ -178,9 +188,10 @@ class CapturedIteration:
         state: Mapping[str, Tensor] | None = None,
         checks_attributes: bool = True,
         threads: ThreadTuner | None = None,
+        checks: bool = True,
     ):
         self.name = name
-        self._threads = threads
+        self._threads, self._checks = threads, checks
         self._checks_attributes = checks_attributes
         self._step = step
         self._extra_state = {} if state is None else state
@@ -242,6 +253,9 @@ class CapturedIteration:
         self._calls += 1
         if captured is not None and self._addresses_unchanged(captured):
             captured.last_call = self._calls
+            if self._checks and not captured.checked and self._is_unequal(signature, captured, tensors):
+                self._stats.fallbacks[self.name, SCOPE, CAPTURE_FAILED] += 1
+                return self._eager(args, kwargs)
             return self._replay(captured, tensors)
         objects = [value for value in objects_of(key) if not isinstance(value, (nn.Module, Optimizer))]
         if objects_with_tensors(objects, without=(nn.Module, Optimizer)):
@@ -576,6 +590,10 @@ class CapturedIteration:
 
     def _declared_storages(self) -> set[int]:
         """Return the addresses of storages that a graph watches or copies."""
+        return set(self._declared())
+
+    def _declared(self) -> dict[int, torch.UntypedStorage]:
+        """Return the storages that a graph watches or copies, by address."""
         modules = self._known_modules()
         tensors = [
             *self._all_parameters(),
@@ -586,7 +604,7 @@ class CapturedIteration:
             *self._extra_state.values(),
         ]
         storages = [storage_of(tensor) for tensor in tensors if tensor is not None]
-        return {storage._cdata for storage in storages if storage is not None}
+        return {storage._cdata: storage for storage in storages if storage is not None}
 
     def _capture(
         self,
@@ -688,6 +706,86 @@ class CapturedIteration:
         captured.pass_gradients(tensors)
         captured.store_results()
         return captured.result.build([output.detach().clone() for output in captured.outputs])
+
+    # ---- shadow check ----------------------------------------------------------------------------------------------
+
+    def _is_unequal(self, signature: IterationSignature, captured: _IterationGraph, tensors: Sequence[Tensor]) -> bool:
+        """Compare a replay with eager, and drop the graph if they differ. All state is as before afterwards."""
+        captured.checked = True
+        finding = self.compared_with_eager(captured, tensors)
+        self._stats.shadow_checks[self.name, SCOPE, finding.outcome] += 1
+        if finding.outcome == NOT_DETERMINISTIC:
+            logger.warning("%s is not deterministic: two eager runs differ in %s", self.name, listed(finding.differing))
+        if finding.outcome != DIFFERS:
+            return False
+        problem = describe(finding)
+        logger.error("%s runs eager from now on: %s", self.name, problem)
+        self._stats.shadow_mismatches[self.name, SCOPE] += 1
+        self._drop(signature, CaptureStatus.EVICTED)
+        captured.state.fail(problem)
+        return True
+
+    def compared_with_eager(self, captured: _IterationGraph, tensors: Sequence[Tensor]) -> Finding:
+        """Run the graph and the step on copies of parameters, gradients and optimizer state, and compare.
+
+        Not checked are steps whose memory is not known as a whole (compiled code, Transformer Engine), steps whose
+        counters the caller handles, and steps of several processes, whose reducers keep state beside memory.
+        """
+        has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._compiled or not self._checks_attributes or self._quantized_modules() or has_ranks:
+            return Finding(UNCHECKED, [])
+        key, backend = captured.key, self._pool.backend
+        parameters = [parameter for parameter, _ in captured.grads_after]
+        grads = [parameter.grad for parameter in parameters]
+        kept = {id(grad): grad for grad in grads if grad is not None}
+        if any(map(lacks_memory, (*self._all_parameters(), *kept.values()))):
+            return Finding(UNCHECKED, [])
+        contents = {address: copy_of(grad) for address, grad in kept.items()}
+        # Eager adds to the gradients, of which it gets copies, and a graph writes separate memory.
+        gradients = {grad.untyped_storage()._cdata for grad in kept.values()}
+        storages = {storage._cdata: storage for storage in captured.outside} | self._declared()
+        regions = [
+            Bytes(f"memory {index}", storage)
+            for index, (address, storage) in enumerate(storages.items())
+            if address not in gradients
+        ]
+
+        def replay() -> list[Tensor | None]:
+            load(captured.inputs, tensors)
+            read: list[Any] = [parameter.grad for parameter, _ in captured.grads_before]  # none is None
+            load([static for _, static in captured.grads_before], read)
+            captured.runner.replay()
+            left: list[Tensor | None] = [
+                *[grad for _, grad in captured.grads_after],
+                *[grad for _, grad in captured.argument_grads],
+            ]
+            found = [None if one is None else copy_of(one) for one in (*captured.outputs, *left)]
+            for address, grad in kept.items():  # which may be memory of the graph
+                copy_into(distinct(grad), distinct(contents[address]))
+            return found
+
+        def eager() -> list[Tensor | None]:
+            inputs = _copies_of(key, tensors)
+            args, kwargs = unflatten_call(key, inputs)
+            host_state, process = self._host_state(), ProcessState(self._generators)
+            copies = {address: copy_of(grad) for address, grad in contents.items()}
+            try:
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter.grad = None if grad is None else copies[id(grad)]
+                with backend.on_capture_stream(), torch.set_grad_enabled(key.grad):
+                    _, outputs = Result.of(self._step(*args, **kwargs))
+                left = [parameter.grad for parameter in parameters]
+                left += [inputs[index].grad for index, _ in captured.argument_grads]
+                return [None if one is None else copy_of(one) for one in (*outputs, *left)]
+            finally:
+                host_state.restore()
+                process.restore()
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter.grad = grad
+
+        generators = list(dict.fromkeys((backend.default_generator, *self._generators)))
+        with torch.inference_mode(False):
+            return compared(replay, eager, regions, generators, backend.device)
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         if reasons:

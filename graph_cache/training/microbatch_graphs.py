@@ -67,6 +67,7 @@ class CapturedCall:
     aliased_inputs: list[tuple[int, int]]  # (input index, address) of inputs that alias outputs of earlier pairs
     shared_inputs: list[tuple[int, SharedInput]]  # (input index, buffer) of inputs that other pairs read too
     is_tensor: bool = False  # the call returns a single tensor
+    checked: bool = False  # its first replay was compared with eager
 
     def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
         """Return the tensors of a call if this pair serves it, else None."""

@@ -23,6 +23,7 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.host_state import objects_with_tensors
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
 from graph_cache.parametrizations import is_cached, uncached
+from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, listed
 from graph_cache.torch_settings import modes_active, records_gradients
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
@@ -43,6 +44,7 @@ from graph_cache.training.reasons import (
     UNSEEN,
 )
 from graph_cache.training.recorded_step import RecordedStep
+from graph_cache.training.shadow_checks import check_call, describe
 from graph_cache.training.side_effects import TensorHooks
 from graph_cache.training.threads import OneThread
 
@@ -160,7 +162,7 @@ class TrainingGraphs:
                 if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
-                if tensors is not None:
+                if tensors is not None and (entry.checked or not self.job.checks):
                     return self._replay(graphs, index, entry, tensors)
         return self._dispatch(attached, args, kwargs)
 
@@ -194,6 +196,8 @@ class TrainingGraphs:
                 if self._drop_if_moved(recorded):
                     continue
             recorded.current, index, entry = found
+            if self.job.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
+                return self._eager(attached, args, kwargs, CAPTURE_FAILED, track_backward=True)
             return self._replay(recorded.current, index, entry, tensors)
         if state is None and self._refuses_objects(signature):
             return self._eager(attached, args, kwargs, OBJECT, track_backward=True)
@@ -359,6 +363,33 @@ class TrainingGraphs:
 
     def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
+
+    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> bool:
+        """Compare the first replay of a pair with eager. Drop the graphs of its step if they differ."""
+        entry.checked = True
+        finding = check_call(entry, tensors, self.job)
+        name = entry.owner.name
+        self.stats.shadow_checks[name, SCOPE, finding.outcome] += 1
+        if finding.outcome == NOT_DETERMINISTIC:
+            logger.warning("%s is not deterministic: two eager runs differ in %s", name, listed(finding.differing))
+        if finding.outcome != DIFFERS:
+            return False
+        problem = describe(finding)
+        logger.error("%s runs eager from now on: %s", name, problem)
+        self.stats.shadow_mismatches[name, SCOPE] += 1
+        recorded = next(one for one in self._recorded_steps if graphs in one.graphs_of_microbatches)
+        signature = graphs.order.signature(index)
+        self._drop_unequal(recorded, signature, problem)
+        return True
+
+    def _drop_unequal(self, recorded: RecordedStep, unequal: CallSignature, problem: str) -> None:
+        """Drop a step's graphs: other calls are captured again, and the unequal call runs eager."""
+        self._recorded_steps.remove(recorded)
+        for signature, state in recorded.captured_states().items():
+            state.drop(CaptureStatus.EVICTED, 0 if signature == unequal else self._warmup_steps)
+            self._states.setdefault(signature, state)
+        self._states[unequal].fail(problem)
+        recorded.retire()
 
     def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()

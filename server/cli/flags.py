@@ -102,6 +102,7 @@ ENGINE_HELP = {
     "graph_buckets": "batch sizes to capture, comma-separated; none: a ladder up to max_num_seqs",
     "warmup": "full: capture all graphs before ready; background: while serving; lazy: on first use",
     "graph_manifest": "file that records the graphs that traffic used",
+    "graph_shadow_check_share": "share of the time in which replays are compared with eager steps; 0: never",
     "logprobs_mode": "logprobs of the distribution that is sampled, or of the model's raw output",
     "seed": "base seed of offline requests that have none; a server uses random seeds",
     "progress": "show the progress of loading and captures on standard error",
@@ -154,7 +155,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",
-        "cuda_graph_modules", "cuda_graph_warmup_steps",
+        "cuda_graph_modules", "cuda_graph_warmup_steps", "graph_shadow_check_share",
     ),
 }  # fmt: skip
 OTHER_TOPIC = "other"

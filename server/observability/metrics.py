@@ -355,6 +355,8 @@ _GRAPH_COUNTERS = (
     ("graph_captures", "Graphs captured.", ("site", "scope", "reason"), "captures"),
     ("graph_failed_captures", "Captures that failed.", ("site", "scope"), "failed_captures"),
     ("graph_invalidations", "Graphs dropped because a tensor moved or on request.", ("reason",), "invalidations"),
+    ("graph_shadow_checks", "Replays compared with eager, by outcome.", ("site", "phase", "outcome"), "shadow_checks"),
+    ("graph_shadow_mismatches", "Graphs dropped: they differed from eager.", ("site", "phase"), "shadow_mismatches"),
     ("graph_real_tokens", "Rows that held a token.", ("phase",), "real_tokens"),
     ("graph_padded_tokens", "Padding rows.", ("phase",), "padded_tokens"),
     ("graph_batch_rows", "Steps by real rows, above 512 by bucket.", ("site", "phase", "rows"), "batch_rows"),

@@ -68,6 +68,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "padding_width": _share(row["padded_rows"], computed),
         "bytes": human_bytes(row["bytes"]),
         "capture": f"{row['capture_seconds']:.3f} s",
+        "shadow": str(row.get("shadow", "")).replace("_", " "),
         "digest": row.get("digest", ""),
     }
 

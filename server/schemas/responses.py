@@ -457,7 +457,8 @@ class Graphs(Answer):
     """The graph table: one row per wanted, captured or failed graph.
 
     Graphs share one memory pool of `pool_bytes`; the sum of the rows' bytes exceeds it. A row's `digest` is a hash of
-    what its replay runs: `nodes` operations or kernels, of whose arguments `unverified_bytes` are left out.
+    what its replay runs: `nodes` operations or kernels, of whose arguments `unverified_bytes` are left out. `shadow`
+    says how it compared with eager in its last of `shadow_checks`.
     """
 
     model: str

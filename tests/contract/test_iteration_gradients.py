@@ -266,7 +266,7 @@ def test_has_captured_reports_whether_anything_was_captured(pool, device):
         return x
 
     run = iteration_of(pool, CacheStats(), step)
-    for x, _ in batches(4, device):
+    for x, _ in batches(3, device):
         run(x)
     assert seen.log == [(True, True, True)] * 2 + [(False, True, True)]
     assert has_captured()

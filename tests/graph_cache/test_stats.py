@@ -51,6 +51,8 @@ def test_a_snapshot_is_a_plain_copy():
         "captures",
         "failed_captures",
         "invalidations",
+        "shadow_checks",
+        "shadow_mismatches",
         "real_tokens",
         "padded_tokens",
         "batch_rows",

@@ -63,6 +63,7 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
         last_tokens,
         out,
         next_tokens,
+        caches[0],
     )
     chunks = [chunk(2, 0, 5, True, [3, 4]), chunk(0, 20, 9, False, [5, 6, 7]), chunk(5, 16, 1, True, [8, 9])]
     tolerance = 4 * TOLERANCE if dtype == DTYPE else 1e-4
@@ -113,6 +114,7 @@ def test_a_step_that_verifies_drafts_has_the_logits_after_every_token(kernels):
         last_tokens,
         out,
         next_tokens,
+        kv,
     )
     ids = [(7 * place + 3) % 512 for place in range(30)]
     rows = [PackedRow([[3, 4]], 20, ids[20:24], 0), PackedRow([[8]], 0, ids[:2], 0)]
@@ -150,6 +152,7 @@ def test_a_padded_bucket_carries_recurrent_states_from_chunk_to_chunk(mixers, tm
         torch.zeros(9, dtype=torch.int64, device=DEVICE),
         out,
         torch.empty(8, dtype=torch.int64, device=DEVICE),
+        kv,
         states,
     )
     site = prefill.site(model_addresses(model, kv, states))
