@@ -50,7 +50,7 @@ FLOORS = {
         ("executor",),
         ("core",),
         ("client",),
-        ("training_engine", "generation"),
+        ("training_engine", "generation", "arguments"),
         ("engine",),
         ("bench", "library", "integrations"),
     ),
