@@ -64,6 +64,7 @@ FLOORS = {
         ("routes",),
         ("app",),
         ("workers",),
+        ("replicas",),
         ("launch",),
         ("cli",),
     ),
