@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.arguments import expected_lengths, params_of_prompts, prompt_ids
 from engine.checkpoint.pooling_config import read_pooling_config
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
@@ -34,7 +35,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
 from engine.utils.progress import Progress
 from graph_cache.pool import GraphPool
-from graph_cache.validation import is_whole_number, names_arguments
+from graph_cache.validation import names_arguments
 
 PROGRESS_DELAY = 2.0  # seconds of generation before its progress is shown
 _EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"
@@ -235,10 +236,10 @@ class Engine:
     ) -> Generation:
         """Check the arguments of `generate`, and return their requests."""
         self._require_open()
-        texts, ids = self._prompts(prompts, prompt_token_ids)
+        texts, ids = prompt_ids(self.tokenizer, self.info.name, prompts, prompt_token_ids)
         ids = [check_prompt_ids(one, self.info.vocab_size) for one in ids]
-        params = [one.for_vocab(self.info.vocab_size) for one in self._params(sampling_params, len(ids))]
-        lengths = _expected_tokens(expected_tokens, len(ids))
+        params = [one.for_vocab(self.info.vocab_size) for one in params_of_prompts(sampling_params, len(ids))]
+        lengths = expected_lengths(expected_tokens, len(ids))
         generation, now = Generation(self.tokenizer), time.monotonic()
         for text, prompt, wanted in zip(texts, ids, params, strict=True):
             name = f"generate-{next(self._numbers)}"
@@ -302,10 +303,11 @@ class Engine:
         if pooling not in (None, "last", "mean"):
             raise RequestError(f"pooling={pooling!r}: give 'last', 'mean' or None", param="pooling")
         before = config.prompt(prompt_name)
-        texts, ids = self._prompts(prompts, prompt_token_ids)
+        texts, ids = prompt_ids(self.tokenizer, self.info.name, prompts, prompt_token_ids)
         if before:
             ids = [
-                self._prompts(before + text, None)[1][0] if text else one for text, one in zip(texts, ids, strict=True)
+                prompt_ids(self.tokenizer, self.info.name, before + text, None)[1][0] if text else one
+                for text, one in zip(texts, ids, strict=True)
             ]
         given = "prompts" if prompt_token_ids is None else "prompt_token_ids"
         for index, one in enumerate(ids):
@@ -438,61 +440,6 @@ class Engine:
         if self._closed:
             raise EngineDead("this engine was closed; create a new one")
 
-    def _prompts(self, prompts: Any, prompt_token_ids: Any) -> tuple[list[str | None], list[list[int]]]:
-        if (prompts is None) == (prompt_token_ids is None):
-            raise RequestError("give either prompts (texts) or prompt_token_ids (lists of token ids)", param="prompts")
-        if prompt_token_ids is not None:
-            if not isinstance(prompt_token_ids, Sequence) or isinstance(prompt_token_ids, str):
-                raise RequestError("prompt_token_ids: give a list of lists of token ids", param="prompt_token_ids")
-            flat = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
-            each = [prompt_token_ids] if flat else prompt_token_ids
-            for one in each:
-                if not isinstance(one, Iterable) or isinstance(one, str):
-                    raise RequestError(
-                        f"prompt_token_ids holds {one!r}: give a list of lists of token ids",
-                        param="prompt_token_ids",
-                    )
-            return [None] * len(each), [list(one) for one in each]
-        if not isinstance(prompts, Sequence):
-            raise RequestError(f"prompts={prompts!r}: give a text or a list of texts", param="prompts")
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if self.tokenizer is None:
-            raise RequestError(f"{self.info.name} has no tokenizer: give prompt_token_ids", param="prompts")
-        for text in texts:
-            if not isinstance(text, str) or not text:
-                raise RequestError(
-                    f"prompts holds {text!r}: give non-empty texts, or token ids as prompt_token_ids", param="prompts"
-                )
-        return list(texts), [self.tokenizer.encode(text) for text in texts]
-
-    def _params(self, given: Any, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, (SamplingParams, Mapping)):
-            return [_sampling_params(given or {})] * count
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            raise RequestError(
-                f"found sampling_params of type {type(given).__name__}: give SamplingParams or a mapping of fields, "
-                "one for all prompts or one per prompt",
-                param="sampling_params",
-            )
-        if len(given) != count:
-            raise RequestError(
-                f"found {len(given)} sampling_params for {count} prompts: give one for all, or one per prompt",
-                param="sampling_params",
-            )
-        return [_sampling_params(one) for one in given]
-
-
-def _expected_tokens(given: Any, count: int) -> list[int] | None:
-    if given is None:
-        return None
-    is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    if not is_list or len(given) != count or not all(is_whole_number(one, 0) for one in given):
-        raise RequestError(
-            f"expected_tokens={given!r:.200}: give a list of whole numbers, one for each of the {count} prompts",
-            param="expected_tokens",
-        )
-    return list(given)
-
 
 def _succeeded(output: RequestOutput) -> RequestOutput:
     """Return an output; raise EngineError if its request failed."""
@@ -506,7 +453,3 @@ def _vector(output: RequestOutput) -> np.ndarray:
     rows = _succeeded(output).hidden_states
     assert rows is not None
     return rows[0]
-
-
-def _sampling_params(given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-    return given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given)

@@ -3,13 +3,14 @@
     python examples/grpo.py                                  # a tiny random Llama, three seeds: minutes on a CPU
     python examples/grpo.py --seeds 1 --steps 60             # under a minute
     python examples/grpo.py --compare                        # also the time per step without graphs
+    python examples/grpo.py --engines 2                      # a pool of engines on Ray (pip install 'ray[serve]')
     python examples/grpo.py --model smollm2-135m-instruct    # or a folder, a hub name, a .gguf file
 
 A question is the beginning of a count, such as "789", and the reward is the share of the next digits, "0123456", that
 are right. A step samples a group of answers per question, compares each reward with its group's mean, and makes
 `EPOCHS` passes over the samples with the clipped policy-gradient loss. `share_weights` makes the trainer's parameters
 views of the engine's storage, so that an optimizer step is the weight update; graphs stay valid and are never captured
-again.
+again. A pool of engines gets a copy of the weights after each step instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -126,8 +128,19 @@ class Run:
         return statistics.mean(self.rewards[-10:]) / max(statistics.mean(self.rewards[:10]), 1e-9)
 
 
-def train(folder: str, steps: int, seed: int, num_questions: int, learning_rate: float, graphs: str = "local") -> Run:
-    """Train the model of `folder` in memory, with `num_questions` per step, and return what happened."""
+def train(
+    folder: str,
+    steps: int,
+    seed: int,
+    num_questions: int,
+    learning_rate: float,
+    graphs: str = "local",
+    engines: int = 0,
+) -> Run:
+    """Train the model of `folder` in memory, with `num_questions` per step, and return what happened.
+
+    `engines`: the size of a pool; 0: one engine in this process.
+    """
     torch.manual_seed(seed)
     generator, run = random.Random(seed), Run()
     trainer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -136,8 +149,8 @@ def train(folder: str, steps: int, seed: int, num_questions: int, learning_rate:
         model=folder, dtype="float32", warmup="full", cuda_graph_impl=graphs, graph_manifest="none", seed=seed,
         progress=False, **settings,
     )  # fmt: skip
-    with Engine(config) as engine:
-        engine.share_weights(trainer, version="step-0")
+    with make_engine(config, engines) as engine:
+        hand_over(trainer, engine, "step-0")
         optimizer = torch.optim.AdamW(trainer.parameters(), lr=learning_rate, weight_decay=0.0)
         run.captured_before = captures(engine)
         for step in range(1, steps + 1):
@@ -160,7 +173,7 @@ def train(folder: str, steps: int, seed: int, num_questions: int, learning_rate:
                 for one in output.outputs
             ]
             run.difference = max(run.difference, improve(trainer, optimizer, samples, advantages))
-            engine.weights_changed(f"step-{step}")
+            hand_over(trainer, engine, f"step-{step}")
 
             run.rewards.append(rewards.mean().item())
             run.rollout_ms.append(1000 * (generated - started))
@@ -169,12 +182,34 @@ def train(folder: str, steps: int, seed: int, num_questions: int, learning_rate:
                 recent = statistics.mean(run.rewards[-10:])
                 print(f"seed {seed}  step {step:4}  reward {recent:.3f}  {run.step_ms[-1]:5.0f} ms", flush=True)
         run.captured_after = captures(engine)
-        run.dropped = sum(count for _, count in engine.stats().graphs["invalidations"])
+        if isinstance(engine, Engine):
+            run.dropped = sum(count for _, count in engine.stats().graphs["invalidations"])
     return run
 
 
-def captures(engine: Engine) -> int:
-    """Return how many graphs the engine has captured so far."""
+def make_engine(config: EngineConfig, engines: int) -> Any:
+    """Return an engine, or a pool of `engines`, which generates in the same way."""
+    if not engines:
+        return Engine(config)
+    from engine.integrations.rollout_pool import RolloutPool
+
+    return RolloutPool(config, engines=engines)
+
+
+def hand_over(trainer: torch.nn.Module, engine: Any, version: str) -> None:
+    """Make the engine generate with the trainer's weights: shared ones in one engine, a copy in a pool."""
+    if not isinstance(engine, Engine):
+        engine.update_weights(trainer.state_dict(), version=version)
+    elif version == "step-0":
+        engine.share_weights(trainer, version=version)
+    else:
+        engine.weights_changed(version)
+
+
+def captures(engine: Any) -> int:
+    """Return how many graphs the engine has captured so far; 0 for a pool, whose engines are other processes."""
+    if not isinstance(engine, Engine):
+        return 0
     return sum(count for _, count in engine.stats().graphs["captures"])
 
 
@@ -241,6 +276,7 @@ def main(options: argparse.Namespace) -> None:
     is_tiny = options.model == TINY
     steps = options.steps or (150 if is_tiny else 40)
     settings = {"num_questions": 10 if is_tiny else 2, "learning_rate": 2e-3 if is_tiny else 1e-5}
+    settings["engines"] = options.engines
     if options.learning_rate:
         settings["learning_rate"] = options.learning_rate
     with tempfile.TemporaryDirectory() as place:
@@ -273,6 +309,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, help="default: 150, or 40 for a named model")
     parser.add_argument("--seeds", type=int, default=3, help="runs, one per seed (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, help="default: 2e-3, or 1e-5 for a named model")
+    parser.add_argument("--engines", type=int, default=0, help="engines of a pool on Ray (default: one, without Ray)")
     parser.add_argument("--compare", action="store_true", help="also run without graphs, and print the time per step")
     parser.add_argument("--plot", default="grpo.png", help="file of the plot; empty: none (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="a tiny model gains nothing from more (default: 1)")

@@ -78,6 +78,11 @@ class ServerConfig(NamesFields):
         http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
             at most 4.
         in_process: Run the engine in the server's process. Only one API worker is possible then.
+        replicas: Number of replicas of the server, each with its own engine, on Ray Serve. None: one server without
+            Ray.
+        max_replicas: Maximum number of replicas; Ray Serve adds them as the load grows, from `replicas`. None: their
+            number is fixed.
+        target_requests: Requests in flight per replica at which replicas are added and removed.
         tool_call_parser: Format of the model's tool calls (engine.text.parsing.selection.TOOL_FORMATS); "auto": by the
             chat template; "none": tool calls stay in the text.
         reasoning_parser: Format of the model's reasoning, likewise.
@@ -127,6 +132,9 @@ class ServerConfig(NamesFields):
     profile_folder: str | None = None
     http_workers: int | None = None
     in_process: bool = False
+    replicas: int | None = None
+    max_replicas: int | None = None
+    target_requests: float = 32.0
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     close_objects: str = "tools"
@@ -175,6 +183,12 @@ class ServerConfig(NamesFields):
                     f"http_workers={self.http_workers} is not possible with in_process, which allows one API worker: "
                     "drop one of the two"
                 )
+        if self.replicas is not None:
+            _check_int("replicas", self.replicas, 1, 4096)
+        if self.max_replicas is not None:
+            _check_int("max_replicas", self.max_replicas, self.replicas or 1, 4096)
+        if not isinstance(self.target_requests, (int, float)) or not 0 < self.target_requests <= 1_000_000:
+            raise ConfigError(f"target_requests={self.target_requests!r}: must be a number from 0 to 1000000, above 0")
         _check_int("response_store_entries", self.response_store_entries, 0, 100_000)
         _check_int("response_store_bytes", self.response_store_bytes, 1024, 2**40)
         if not isinstance(self.enable_prompt_tokens_details, bool | None):
@@ -208,6 +222,11 @@ class ServerConfig(NamesFields):
         """Whether answers have `usage.prompt_tokens_details`."""
         default = self.compat != "vllm"
         return default if self.enable_prompt_tokens_details is None else self.enable_prompt_tokens_details
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether replicas on Ray Serve serve, instead of one server."""
+        return self.replicas is not None or self.max_replicas is not None
 
     @property
     def api_workers(self) -> int:

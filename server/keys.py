@@ -43,6 +43,12 @@ class Keys:
             environ.pop(name, None)
         return keys
 
+    def with_admin(self, key: str) -> Keys:
+        """Return the same keys and one more admin key."""
+        keys = Keys(admin=[key])
+        keys._inference, keys._admin = self._inference, (*self._admin, *keys._admin)
+        return keys
+
     @property
     def guards_inference(self) -> bool:
         """Whether the inference routes require a key."""

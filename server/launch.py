@@ -13,6 +13,7 @@ import uvloop
 
 from engine.client.async_client import make_client
 from engine.client.transport import Run, run_loop
+from engine.errors import ConfigError
 from server.config import ServerConfig
 from server.keys import Keys
 from server.observability.logs import flush_log, set_up_logging
@@ -26,11 +27,27 @@ def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
     with.
     """
     set_up_logging(config.log_level, config.log_format)
+    if config.is_replicated:
+        return _serve_replicas(config)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, run_engine))
     finally:
         flush_log()  # before the caller prints an error
+
+
+def _serve_replicas(config: ServerConfig) -> None:
+    try:
+        replicas = importlib.import_module("server.replicas.launch")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        name = "max_replicas" if config.replicas is None else "replicas"
+        raise ConfigError(
+            f"{name}={getattr(config, name)} needs Ray, which is not installed: pip install 'encore-serve[ray]', or "
+            f"leave {name} out"
+        ) from error
+    replicas.run(config)
 
 
 async def serve(config: ServerConfig, run_engine: Run = run_loop) -> None:

@@ -173,6 +173,42 @@ def rl_loop() -> Canvas:
     return c
 
 
+def replicas() -> Canvas:
+    """Replicas of the server on Ray Serve."""
+    c = Canvas(960, 330, "Replicas on Ray Serve")
+    c.box(20, 130, 110, 60, "clients", "plain")
+    c.box(180, 130, 120, 60, "Serve's proxy", "plain", "HTTP")
+    c.box(350, 120, 200, 80, "gateway", "orange", "affinity, retries,\ncommands to all")
+    c.arrow((130, 160), (180, 160))
+    c.arrow((300, 160), (350, 160))
+    for index in range(3):
+        y = 20 + index * 100
+        c.box(640, y, 140, 76, f"replica {index}", "plain", "HTTP application")
+        c.box(810, y, 130, 76, "engine", "teal", "its GPUs")
+        c.arrow((780, y + 38), (810, y + 38), both=True)
+        c.arrow((550, 160), (640, y + 38), both=True)
+    c.box(350, 250, 200, 60, "command log", "plain", "what new replicas repeat")
+    c.arrow((450, 200), (450, 250))
+    return c
+
+
+def rollout_pool() -> Canvas:
+    """A pool of engines for rollouts on Ray."""
+    c = Canvas(960, 330, "A pool of engines for rollouts")
+    c.group(20, 10, 300, 310, "the trainer's process")
+    c.box(50, 50, 240, 60, "trainer", "blue", "forward, loss, backward")
+    c.box(50, 150, 240, 70, "RolloutPool", "orange", "deals out samples, takes back\nthose of an engine that ended")
+    c.arrow((170, 110), (170, 150), both=True)
+    c.box(380, 230, 200, 70, "object store", "plain", "the weights, once a version\nand machine")
+    c.arrow((290, 200), (380, 255), text="put")
+    for index in range(3):
+        y = 20 + index * 100
+        c.box(720, y, 200, 76, f"engine {index}", "teal", "an actor with its GPUs")
+        c.arrow((290, 185), (720, y + 38), both=True)
+        c.arrow((580, 265), (720, y + 60))
+    return c
+
+
 PICTURES: dict[str, Callable[[], Canvas]] = {
     "request-path": request_path,
     "memory-pool": memory_pool,
@@ -180,6 +216,8 @@ PICTURES: dict[str, Callable[[], Canvas]] = {
     "training-order": training_order,
     "topologies": topologies,
     "rl-loop": rl_loop,
+    "replicas": replicas,
+    "rollout-pool": rollout_pool,
 }
 
 

@@ -52,6 +52,9 @@ SERVER_HELP = {
     "profile_folder": "folder for the traces of POST /profile/stop. None: profiling is off",
     "http_workers": "number of API worker processes; none: one per 4 processors, at most 4",
     "in_process": "run the engine in the server process",
+    "replicas": "number of servers, each with its own engine, behind one address, on Ray Serve; none: one, without Ray",
+    "max_replicas": "maximum number of replicas, which are added as the load grows; none: their number is fixed",
+    "target_requests": "requests in flight per replica at which replicas are added and removed",
     "tool_call_parser": "format of tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder; auto: by the chat "
     "template; none: off",
     "reasoning_parser": "format of reasoning: qwen3, deepseek_r1, mistral; auto: by the chat template; none: off",
@@ -133,6 +136,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "root_path", "allowed_hosts", "forwarded_allow_ips", "http_workers", "in_process", "max_connections",
         "header_seconds", "body_seconds", "write_seconds", "keep_alive_seconds", "drain_seconds",
     ),
+    "replicas": ("replicas", "max_replicas", "target_requests"),
     "access": (
         "allow_unauthenticated", "admin_key_file", "admin_without_key", "allow_priority", "profile_folder",
         "trust_request_chat_template",

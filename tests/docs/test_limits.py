@@ -30,7 +30,7 @@ ROWS = [
 SETTINGS = {row[0].strip("`"): row[1] for row in ROWS if row[0].startswith("`--")}
 FIXED = {row[0].replace("`", ""): row[1] for row in ROWS if not row[0].startswith(("`--", "---", "setting", "limit"))}
 IS_LIMIT = re.compile(r"max_\w+|\w+_seconds|\w+_bytes|\w+_entries")
-OTHERS = {"max_model_len", "max_num_batched_tokens"}  # sizes of the engine, in the table of all settings
+OTHERS = {"max_model_len", "max_num_batched_tokens", "max_replicas"}  # sizes, in the table of all settings
 
 
 def test_every_limit_is_listed_with_its_default() -> None:

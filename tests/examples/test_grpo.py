@@ -44,6 +44,15 @@ def test_the_whole_run_learns_with_every_seed() -> None:
 
 
 @pytest.mark.slow
+def test_a_pool_of_engines_learns_too() -> None:
+    pytest.importorskip("ray")
+    [row] = ROW.findall(
+        run("examples/grpo.py", "--engines", "2", "--seeds", "1", "--steps", "40", "--plot", "", timeout=600)
+    )
+    assert float(row[3]) > 1.5 and float(row[4]) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_server_is_trained_over_http() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -193,6 +193,17 @@ function warming(warm) {
   $("warm-bar").style.width = (100 * warm.captured / (warm.captured + warm.pending)).toFixed(1) + "%";
 }
 
+function replicas(all) {  // name -> status; the rest of the page shows the first one
+  const names = Object.keys(all || {});
+  $("replicas-part").hidden = !names.length;
+  list("replicas", names.map((name, i) => {
+    const one = all[name], shown = i ? name : name + " (shown)";
+    const facts = [one.state, whole(one.queue.running || 0) + " running", whole(one.queue.waiting || 0) + " waiting"];
+    if (one.model) facts.push("weights " + one.model.weight_version);
+    return [shown, facts.join(" · "), one.state === "ready" ? "" : "failed"];
+  }));
+}
+
 const STATES = { ready: "ready", loading: "loading", recovering: "recovering", draining: "draining", dead: "dead" };
 function show(now) {
   latest = now;
@@ -204,6 +215,7 @@ function show(now) {
   text($("version"), "Encore " + now.version + ", up " + span(now.uptime));
   $("banner").classList.toggle("waiting", now.state !== "dead");
   warming(now.warm);
+  replicas(now.replicas);
   charts(now);
   if (!m) return;
   text($("model"), m.name);
