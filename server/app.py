@@ -34,7 +34,7 @@ from server.routes import messages as routes_messages
 from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
 from server.routes import pooling as routes_pooling
-from server.routes import responses as routes_responses
+from server.routes import responses_api as routes_responses_api
 from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
@@ -140,7 +140,7 @@ def create_app(
     # FastAPI matches routes in this order at every request: put the most frequent first. It builds a router's routes
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
-        routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses, routes_tokens,
+        routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses_api, routes_tokens,
         routes_admin, routes_trainer, routes_pooling, routes_status, routes_server_info, routes_chat_batch,
         routes_ollama, routes_sagemaker,
     ):  # fmt: skip

@@ -19,7 +19,7 @@ from server.routes.chat_run import ChatRun
 from server.routes.openai import chat_choice, chat_outputs, echoed_message, new_head
 from server.routes.server_defaults import apply_defaults
 from server.routes.vllm_keys import chat_keys
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.requests import BatchChatBody
 from server.serving.request_log import stats
 from server.serving.service import Job, Service

@@ -20,9 +20,9 @@ from server.http.keys import check_priority
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent, merge
 from server.routes.openai_answers import finite, weight_versions
+from server.schemas.answers import Generated
 from server.schemas.generate import GenerateBody
 from server.schemas.requests import naming
-from server.schemas.responses import Generated
 from server.serving.output_budget import size_of
 from server.serving.service import ARRAY_BYTES, Job, Service
 from server.serving.tokenization import Tokenization

@@ -21,7 +21,7 @@ from server.http.streaming import EventStream, JSONAnswer, named_event
 from server.routes.chat_run import ChatRun
 from server.routes.hints import warn_of_unread
 from server.routes.message_outputs import Event, MessageEvents, stopped, usage, vllm_start_usage, vllm_usage
-from server.schemas import anthropic_responses as wire
+from server.schemas import anthropic_answers as wire
 from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
 from server.schemas.translation import translated_errors
 from server.serving.service import Job, Service

@@ -31,7 +31,7 @@ from server.http.streaming import EventStream, JSONAnswer, WriteEvent
 from server.routes.chat_outputs import call_id
 from server.routes.chat_run import ChatRun
 from server.routes.openai_answers import Spelling, chat_logprobs
-from server.schemas import ollama_responses as wire
+from server.schemas import ollama_answers as wire
 from server.schemas.ollama import SENT_NAMES, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from server.schemas.translation import translated_errors
 from server.serving.output_budget import size_of

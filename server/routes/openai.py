@@ -25,7 +25,7 @@ from server.routes.chat_run import ChatRun
 from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
 from server.routes.server_defaults import apply_defaults
 from server.routes.vllm_keys import NullKeys, chat_keys, completion_keys
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling, naming
 from server.serving.output_budget import size_of
 from server.serving.request_log import stats

@@ -23,7 +23,7 @@ from server.http.load_report import load_reported
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import JSONAnswer
 from server.routes import openai_answers as answers
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.pooling import (
     EmbeddingBody,
     InputFields,

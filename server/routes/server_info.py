@@ -12,7 +12,7 @@ from server.http.openapi import NOT_SERVING, answered_by, failing
 from server.observability.exposition import exposition
 from server.pages import graphs as graphs_page
 from server.pages import page
-from server.schemas import responses as answers
+from server.schemas import answers
 from server.serving.generation_probe import GenerationProbe
 from server.serving.service import Service
 from server.version import VLLM_VERSION, version

@@ -19,8 +19,8 @@ from server.http.keys import check_priority
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent, event
 from server.routes import openai_answers as answers
+from server.schemas.answers import TokenGenerated
 from server.schemas.foreign_fields import TOKENS
-from server.schemas.responses import TokenGenerated
 from server.schemas.token_generate import TokenGenerateBody
 from server.serving.output_budget import size_of
 from server.serving.service import Job, Service

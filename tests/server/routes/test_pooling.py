@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 from tests.support.embedding_models import (
     QUERY,

@@ -25,9 +25,9 @@ from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, log_if_severe, named_event
 from server.routes import openai_answers as answers
 from server.routes.chat_run import ChatRun
-from server.routes.response_outputs import Event, Logprobs, ResponseEvents
-from server.schemas import openai_response_objects as wire
-from server.schemas.openai_responses import SENT_NAMES, ResponsesBody
+from server.routes.responses_api_outputs import Event, Logprobs, ResponseEvents
+from server.schemas import responses_api_answers as wire
+from server.schemas.responses_api import SENT_NAMES, ResponsesBody
 from server.schemas.translation import translated_errors
 from server.serving.background_runs import BackgroundRuns
 from server.serving.response_store import ResponseStore, too_large
