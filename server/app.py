@@ -17,10 +17,10 @@ from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
 from server.http.hosts import AllowedHosts, listens_on_loopback
 from server.http.keys import KeyMiddleware
+from server.http.long_running import ClientDisconnected
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
-from server.http.streaming import ClientDisconnected
 from server.http.turns import Turns
 from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts

@@ -1,14 +1,13 @@
-"""Server-sent event streams, and cancellation of a request whose client disconnects."""
+"""Responses of long requests: streams of server-sent events, and large JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,10 +27,6 @@ def named_event(name: str, payload: Any) -> str:
     return f"event: {name}\n{event(payload)}"
 
 
-class ClientDisconnected(Exception):
-    """The client closed its connection before the response was complete."""
-
-
 def event(payload: Any) -> str:
     """Return a server-sent event with `payload` as JSON."""
     return f"data: {COMPACT.encode(payload)}\n\n"
@@ -47,7 +42,7 @@ def large_event(payload: Any) -> str:
 
 
 class EventStream(Response):
-    """A streaming response that sends the items of `events`. If the client disconnects, `events` is closed at once.
+    """A streaming response that sends the items of `events`, and closes `events` at the end or when it is cancelled.
 
     An exception before the first event becomes a normal error response with its status. A later one becomes a final
     event: by default the error body. `last` ends the stream, also after an error; by default it is `[DONE]`.
@@ -64,11 +59,6 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send_all(scope, receive, send))
-        watcher = asyncio.create_task(_disconnected(receive))
-        await _wait_or_cancel(sender, watcher)
-
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.events) as events:
             try:
                 first = await anext(events, None)
@@ -90,54 +80,25 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
 
-class JSONAnswer(Response):
-    """A JSON response that computes its content when it is sent, so that the endpoint returns at once.
+class JSONAnswer(JSONResponse):
+    """A JSON response whose content may be Encoded."""
 
-    `work` yields the content, and is closed when that is sent: until then it holds what the answer takes. If the client
-    disconnects before, `work` is cancelled and ClientDisconnected is raised.
-    """
-
-    media_type = "application/json"
-
-    def __init__(self, work: Callable[[], AsyncGenerator[Any, None]]):
-        self._work = work
-        self.status_code = 200
-        self.background = None
-        self.init_headers()
+    def render(self, content: Any) -> bytes:
+        return content.text if isinstance(content, Encoded) else super().render(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._work()) as work:
-            content = await until_disconnect(Request(scope, receive), _next(work))
-            if isinstance(content, Encoded):
-                await self._send_text(content.text, send)
-            else:
-                await JSONResponse(content)(scope, receive, send)
-
-    async def _send_text(self, text: bytes, send: Send) -> None:
-        headers = [*self.raw_headers, (b"content-length", str(len(text)).encode())]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await _send_pieces(send, text)
+        if len(self.body) <= PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_pieces(send, bytes(self.body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _next(work: AsyncGenerator[T, None]) -> T:
-    return await anext(work)
 
 
 async def _send_pieces(send: Send, text: bytes) -> None:
     """Send a part of a body. The connection copies each piece, and waits while the client has not read enough."""
     for start in range(0, len(text), PIECE_BYTES):
         await send({"type": "http.response.body", "body": text[start : start + PIECE_BYTES], "more_body": True})
-
-
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel it and raise ClientDisconnected."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(request.receive))
-    await _wait_or_cancel(task, watcher)
-    if task.cancelled():
-        raise ClientDisconnected
-    return task.result()
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -182,23 +143,6 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _wait_or_cancel(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
-    """Wait for `task`, or cancel it if `watcher` ends first. Both have ended on return. Raises what `task` raised."""
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in (task, watcher):
-            one.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-    if not task.cancelled():
-        task.result()
 
 
 def log_if_severe(exc: Exception, scope: Scope) -> None:

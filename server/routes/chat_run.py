@@ -11,14 +11,16 @@ from server.http.keys import check_own_template, check_priority
 from server.routes.hints import OWN_NAMES, warn_of_unread
 from server.schemas.requests import ChatBody, naming
 from server.serving.chat_formats import MakeParser
-from server.serving.service import Job, Service
+from server.serving.jobs import Job
+from server.serving.request_log import started
+from server.serving.service import Service
 
 
 class ChatRun:
-    """The checks of a chat request, made at construction, and its job, made by `submit`.
+    """The checks of a chat request, made at construction, and its job, made by `tokenize`.
 
     `names` maps fields of the chat request to the client's, for warnings. `stops_at_context`: shorten `max_tokens` to
-    what the context holds after the prompt, instead of refusing it. `make_parser` and `short_ids` are set by `submit`:
+    what the context holds after the prompt, instead of refusing it. `tokenize` sets `make_parser` and `short_ids`:
     how to parse each output (None: all text is content), and whether the model's template takes call ids of nine
     letters and digits only. Raises RequestError, WireError.
     """
@@ -46,8 +48,8 @@ class ChatRun:
         self.make_parser: MakeParser | None = None
         self.short_ids = False
 
-    async def submit(self) -> Job:
-        """Render and tokenize the prompt and return the job. Call it inside the request's admission."""
+    async def tokenize(self) -> Job:
+        """Render and tokenize the prompt and return the job. Reserve capacity for it before."""
         body, service = self._body, self._service
         prompt = await service.tokens.chat(self.conversation, body.add_special_tokens is True)
         plan = self._formats.plan(
@@ -61,9 +63,8 @@ class ChatRun:
         if self._stops_at_context and params.max_tokens is not None and 0 < room < params.max_tokens:
             params = dataclasses.replace(params, max_tokens=room)
         with naming(body.sent_names()):
-            job = service.tokenized_job(
+            job = service.jobs.of_ids(
                 self._public_id, None, prompt.ids, "messages", params, body.priority, self._truncation
             )
-        self._request.state.jobs.append(job)  # for the log
-        self._request.state.upload.release()
+        started(self._request, [job])
         return job

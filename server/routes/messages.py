@@ -16,6 +16,7 @@ from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
 from server.http.errors import THREAD_NOT_FOUND, WireError, body_of, in_format_of
+from server.http.long_running import hold, long_running
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
 from server.routes.chat_run import ChatRun
@@ -24,27 +25,34 @@ from server.routes.message_outputs import Event, MessageEvents, stopped, usage, 
 from server.schemas import anthropic_answers as wire
 from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
 from server.schemas.translation import translated_errors
-from server.serving.service import Job, Service
+from server.serving.admission import Reservation
+from server.serving.jobs import Job
+from server.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["anthropic"], responses=ANTHROPIC_REFUSALS, route_class=BodyRoute)
 PING_SECONDS = 10.0  # without an event, while a tool call or its markers arrive
 
 
 @router.post("/messages", responses=answered_by(wire.Message, "text/event-stream"))
+@long_running
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Generate the next message of a conversation, in the format of Anthropic's Messages API."""
+    service: Service = request.app.state.service
     run = _MessageRun(request, body)
+    reservation = hold(request, service.admission.reserve(1))
+    job = await run.tokenize()
     if body.stream:
 
         def failed(exc: Exception) -> bytes:
             status, found, _ = body_of(exc)
             return _written([in_format_of(request.scope, status, found)])
 
-        return EventStream(run.stream(), failed, last=b"")
-    return JSONAnswer(run.answer)
+        return EventStream(run.stream(job, reservation), failed, last=b"")
+    return JSONAnswer(await run.answer(job, reservation))
 
 
 @router.post("/messages/count_tokens", responses=answered_by(wire.TokenCount))
+@long_running
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Return the number of tokens of a message request's prompt."""
     service: Service = request.app.state.service
@@ -55,13 +63,10 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         conversation = chat.conversation()
     warn_of_unread(request, conversation, chat, SENT_NAMES)
 
-    async def answer() -> AsyncGenerator[dict[str, int], None]:
-        with translated_errors(SENT_NAMES, places):
-            prompt = await service.tokens.chat(conversation)
-        request.state.upload.release()
-        yield {"input_tokens": len(prompt.ids)}
-
-    return JSONAnswer(answer)
+    with translated_errors(SENT_NAMES, places):
+        prompt = await service.tokens.chat(conversation)
+    request.state.upload.release()
+    return JSONAnswer({"input_tokens": len(prompt.ids)})
 
 
 class _MessageRun:
@@ -84,25 +89,30 @@ class _MessageRun:
         with translated_errors(SENT_NAMES, self._places):
             self._run = ChatRun(self._service, request, chat, self._id, SENT_NAMES, stops_at_context=True)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the answer."""
-        async with aclosing(self._events(is_stream=True)) as events:
+    async def tokenize(self) -> Job:
+        """Return the job."""
+        with translated_errors(SENT_NAMES, self._places):
+            return await self._run.tokenize()
+
+    async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
+        """Run the job and yield the events of the answer."""
+        async with aclosing(self._events(job, reservation, is_stream=True)) as events:
             async for found in events:
                 written = self._sent(found)
                 if written:
                     yield written
 
-    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the whole message."""
+    async def answer(self, job: Job, reservation: Reservation) -> dict[str, Any]:
+        """Run the job and return the whole message."""
         message: dict[str, Any] = {}
-        async with aclosing(self._events(is_stream=False)) as events:
+        async with aclosing(self._events(job, reservation, is_stream=False)) as events:
             async for found in events:
                 for event in found:
                     if event["type"] == "message_start":
                         message = event["message"]
                     elif event["type"] == "message_delta":
                         message |= {**event["delta"], "content": self._output.content, "usage": event["usage"]}
-        yield message
+        return message
 
     def _sent(self, events: list[Event]) -> bytes:
         """Return events as they are sent; a ping if there were none for long, or b""."""
@@ -114,13 +124,12 @@ class _MessageRun:
         self._last_event = now
         return "".join(named_event(event["type"], event) for event in events).encode()
 
-    async def _events(self, is_stream: bool) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, job: Job, reservation: Reservation, is_stream: bool) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none.
 
         Events of a stream that were written directly are left out.
         """
-        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
-            job = await self._run.submit()
+        with translated_errors(SENT_NAMES, self._places):
             parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
             self._output = MessageEvents(self._run.short_ids, self._omits_thinking)
 
@@ -132,7 +141,7 @@ class _MessageRun:
 
             direct = direct_writer(self._request, lambda delta: self._sent(of([delta]))) if is_stream else None
             start: list[Event] | None = None
-            async with aclosing(self._service.run(job, reservation, direct)) as arrivals:
+            async with aclosing(self._service.jobs.run(job, reservation, direct)) as arrivals:
                 async for deltas in arrivals:
                     found = of(deltas)
                     if start is None:

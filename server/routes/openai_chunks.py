@@ -16,7 +16,7 @@ from server.routes import openai_answers as answers
 from server.routes.chat_outputs import ChatOutputs, OutputStream
 from server.routes.vllm_keys import NullKeys
 from server.schemas.requests import CompletionBody
-from server.serving.service import Job
+from server.serving.jobs import Job
 from server.serving.tokenization import Tokenization
 
 Head = dict[str, Any]  # fields shared by a response and all its chunks: id, object, created, model

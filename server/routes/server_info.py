@@ -53,7 +53,7 @@ async def health_generate(request: Request) -> Response:
 async def load(request: Request) -> dict[str, int]:
     """Return the number of requests that are being processed, as in vLLM."""
     service: Service = request.app.state.service
-    return {"server_load": service.all_unanswered}
+    return {"server_load": service.admission.all_unanswered}
 
 
 @router.get("/version", responses=answered_by(answers.Version))

@@ -213,7 +213,7 @@ def test_requests_are_aborted_by_any_of_their_ids(server, threads):
         "from-header": threads.submit(server.post, "/v1/completions", completion, headers=headers),
         "batch": threads.submit(server.post, "/generate", batch),
     }
-    server.wait(lambda: server.service.in_flight == 5, "all sequences")
+    server.wait(lambda: server.service.admission.in_flight == 5, "all sequences")
     wait_for_tokens(server)
     assert server.answer("/abort_requests", {"request_ids": ["unknown"]}) == {"status": "aborted", "aborted": 0}
     assert server.answer("/abort_requests", {"request_ids": ["mine", "from-header"]})["aborted"] == 2

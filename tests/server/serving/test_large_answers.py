@@ -89,7 +89,7 @@ def test_the_request_with_most_logprobs_gives_way(start_server):
         lines = [line for line in response.iter_lines() if line]
     assert '"too_many_logprobs"' in lines[-2] and lines[-1] == "data: [DONE]"
     server.wait_idle()
-    assert server.service.outputs.used == 0
+    assert server.service.admission.outputs.used == 0
 
 
 def test_an_answer_counts_until_it_is_read(server):
@@ -103,9 +103,9 @@ def test_an_answer_counts_until_it_is_read(server):
         client.connect((host, int(port)))
         client.sendall(head + body)
         assert client.recv(12) == b"HTTP/1.1 200"
-        assert server.service.outputs.used > 1_000_000 and server.service.unanswered == 1
-    server.wait(lambda: server.service.outputs.used == 0, "the end of the answer")
-    assert server.service.unanswered == 0
+        assert server.service.admission.outputs.used > 1_000_000 and server.service.admission.unanswered == 1
+    server.wait(lambda: server.service.admission.outputs.used == 0, "the end of the answer")
+    assert server.service.admission.unanswered == 0
 
 
 def test_an_answer_that_is_being_sent_gives_no_way():
