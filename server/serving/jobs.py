@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -68,7 +67,6 @@ class Jobs:
     def __init__(self, lifecycle: Lifecycle, metrics: RequestMetrics, outputs: OutputBudget):
         self._lifecycle, self._metrics, self._outputs = lifecycle, metrics, outputs
         self._client, self._config = lifecycle.client, lifecycle.config
-        self._numbers = itertools.count()
         self._unyielded = 0  # characters and token ids of prompts since the event loop last ran other tasks
 
     async def tokenize(
@@ -149,8 +147,7 @@ class Jobs:
         if reservation.share.error is not None:
             raise reservation.share.error
         watch = job.watch = self._metrics.watch(job)
-        # Clients may send the same id several times at once, so the engine gets a unique one.
-        engine_id = f"{job.public_id}:{next(self._numbers)}"
+        request_id = self._client.new_id()  # HTTP clients may send the same id several times at once
         first_index = reservation.started
         reservation.started += job.params.n
 
@@ -163,7 +160,7 @@ class Jobs:
             return True
 
         arrivals = self._client.stream(
-            engine_id,
+            request_id,
             prompt=None,
             prompt_token_ids=job.output.prompt_token_ids,
             params=job.params,
@@ -175,7 +172,7 @@ class Jobs:
             sender=SENDER.get(),
             names=tuple(filter(None, (job.public_id, REQUEST_ID.get(), *job.names))),
         )
-        reservation.share.running.add(engine_id)
+        reservation.share.running.add(request_id)
         try:
             async with aclosing(arrivals):
                 async for deltas in arrivals:
@@ -190,7 +187,7 @@ class Jobs:
             watch.close(failed=True)
             raise
         finally:
-            reservation.share.running.discard(engine_id)
+            reservation.share.running.discard(request_id)
             watch.close()
 
     async def write(
