@@ -54,8 +54,7 @@ async def chat_completions_batch(body: BatchChatBody, request: Request) -> Respo
     await service.jobs.finish(jobs, reservation)
     parsed = []
     for run, job in zip(runs, jobs, strict=True):
-        outputs = chat_outputs(service, body)
-        outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
+        outputs = chat_outputs(service, body, run)
         await outputs.parse(job.choices)
         parsed.append((outputs, job.choices[0]))
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from engine.protocol.outputs import OutputDelta
-from engine.text.parsing.chat import ChatParser, joined
+from engine.text.parsing.chat import joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
@@ -40,7 +40,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     service: Service = request.app.state.service
     run = _MessageRun(request, body)
     reservation = hold(request, service.admission.reserve(1))
-    job = await run.tokenize()
+    job = await run.chat.tokenize()
     if body.stream:
 
         def failed(exc: Exception) -> bytes:
@@ -80,19 +80,13 @@ class _MessageRun:
                 404, "thread: no conversation is stored here; send all its messages", type="not_found_error",
                 param="thread", code=THREAD_NOT_FOUND,
             )  # fmt: skip
-        chat, self._places = body.chat(_reasons(self._service))
+        chat, places = body.chat(_reasons(self._service))
         self._omits_thinking = body.omits_thinking
         self._max_tokens = body.max_tokens
         self._id = f"msg_{request.state.request_id}"
         self._model = body.model
         self._last_event = 0.0
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self._service, request, chat, self._id, SENT_NAMES, stops_at_context=True)
-
-    async def tokenize(self) -> Job:
-        """Return the job."""
-        with translated_errors(SENT_NAMES, self._places):
-            return await self._run.tokenize()
+        self.chat = ChatRun(self._service, request, chat, self._id, SENT_NAMES, places, stops_at_context=True)
 
     async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the events of the answer."""
@@ -122,16 +116,16 @@ class _MessageRun:
         if not events:
             return b""
         self._last_event = now
-        return "".join(named_event(event["type"], event) for event in events).encode()
+        return _written(events)
 
     async def _events(self, job: Job, reservation: Reservation, is_stream: bool) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none.
 
         Events of a stream that were written directly are left out.
         """
-        with translated_errors(SENT_NAMES, self._places):
-            parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
-            self._output = MessageEvents(self._run.short_ids, self._omits_thinking)
+        with self.chat.translated():
+            parser = self.chat.parser()
+            self._output = MessageEvents(self.chat.short_ids, self._omits_thinking)
 
             def of(deltas: list[OutputDelta]) -> list[Event]:
                 parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]

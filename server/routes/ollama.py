@@ -34,7 +34,6 @@ from server.routes.chat_run import ChatRun
 from server.routes.openai_answers import Spelling, chat_logprobs
 from server.schemas import ollama_answers as wire
 from server.schemas.ollama import SENT_NAMES, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from server.schemas.translation import translated_errors
 from server.serving.admission import Reservation
 from server.serving.jobs import Job
 from server.serving.output_budget import size_of
@@ -152,22 +151,21 @@ class _Run:
                 "(--reasoning-parser); remove it",
                 param="think",
             )
-        found, self._places = body.chat(service.client.info().max_model_len)
+        found, places = body.chat(service.client.info().max_model_len)
         found.model = model
         self._prompt: str | None = None
         if isinstance(body, OllamaGenerateBody):
             has_template = tokenizer is None or tokenizer.has_chat_template
             if body.raw or not (has_template or body.system or body.think is not None):
                 self._prompt = body.prompt  # as Ollama does for a model without a template
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(service, request, found, self._id, SENT_NAMES, stops_at_context=True)
+        self._run = ChatRun(service, request, found, self._id, SENT_NAMES, places, stops_at_context=True)
         self._spelling = Spelling(service.tokens)
 
     async def tokenize(self) -> Job:
         """Return the job."""
-        with translated_errors(SENT_NAMES, self._places):
-            if self._prompt is None:
-                return await self._run.tokenize()
+        if self._prompt is None:
+            return await self._run.tokenize()
+        with self._run.translated():
             service, params = self._service, self._run.params
             ids = await service.tokens.encode(self._prompt, "prompt")
             if params.max_tokens is not None:
@@ -179,8 +177,8 @@ class _Run:
 
     async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the lines of the answer."""
-        jobs, parser = self._service.jobs, self._parser()
-        with translated_errors(SENT_NAMES, self._places):
+        jobs, parser = self._service.jobs, self._run.parser()
+        with self._run.translated():
             async with aclosing(jobs.run(job, reservation)) as arrivals:
                 async for deltas in arrivals:
                     size = sum(size_of(delta.logprobs) for delta in deltas)
@@ -191,9 +189,9 @@ class _Run:
 
     async def answer(self, job: Job, reservation: Reservation) -> Any:
         """Run the job and return the whole answer."""
-        with translated_errors(SENT_NAMES, self._places):
+        with self._run.translated():
             await self._service.jobs.finish([job], reservation)
-            choice, parser = job.choices[0], self._parser()
+            choice, parser = job.choices[0], self._run.parser()
             parts = joined([*parser.feed(choice.text), *parser.finish(choice.is_cut)])
             reason, statistics = _done_reason(job), _statistics(job)
             return await self._service.jobs.write(
@@ -201,9 +199,6 @@ class _Run:
                 lambda part: part(self._lines.last(statistics, parts, reason, self._logprobs(choice.logprobs))),
                 reservation,
             )
-
-    def _parser(self) -> ChatParser:
-        return self._run.make_parser() if self._run.make_parser is not None else ChatParser()
 
     def _pieces(self, parser: ChatParser, job: Job, deltas: Sequence[OutputDelta], _: WriteEvent) -> bytes:
         parts = [part for delta in deltas for part in parser.feed(delta.text_delta)]

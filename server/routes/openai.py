@@ -108,7 +108,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if body.stream:
         chunk_choices = CompletionChunkChoices(service.tokens, body, keys)
         events = _stream(request, jobs, reservation, head, body, chunk_choices, keys)
-        return load_reported(request, EventStream(events), service.load)
+        return load_reported(request, EventStream(events), service.load())
     await service.jobs.finish(jobs, reservation)
 
     def build(part: Callable[[Any], Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
         return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load)
+    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load())
 
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
@@ -131,19 +131,19 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     head = new_head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
     apply_defaults(body, service.config)
     run, keys = ChatRun(service, request, body, head["id"]), chat_keys(service.config)
-    outputs, echoed = chat_outputs(service, body), echoed_message(body, run)
+    echoed = echoed_message(body, run)
 
     reservation = hold(request, service.admission.reserve(run.params.n))
 
     job = await run.tokenize()
-    outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
+    outputs = chat_outputs(service, body, run)
 
     if body.stream:
         chunk_choices = ChatChunkChoices(
             outputs, keys, echoed, service.config.compat == "vllm", with_versions=body.has_weight_versions
         )
         events = _stream(request, [job], reservation, head, body, chunk_choices, keys)
-        return load_reported(request, EventStream(events), service.load)
+        return load_reported(request, EventStream(events), service.load())
     await service.jobs.finish([job], reservation)
     await outputs.parse(job.choices)
 
@@ -157,13 +157,13 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         usage = {**keys.usage, **answers.usage([job], service.config.sends_prompt_tokens_details)}
         return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-    return load_reported(request, JSONAnswer(await service.jobs.write([job], build, reservation)), service.load)
+    return load_reported(request, JSONAnswer(await service.jobs.write([job], build, reservation)), service.load())
 
 
-def chat_outputs(service: Service, body: ChatBody) -> ChatOutputs:
+def chat_outputs(service: Service, body: ChatBody, run: ChatRun) -> ChatOutputs:
     """Return the formatter of a chat request's outputs."""
     return ChatOutputs(
-        service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
+        run, service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
         body.return_token_ids,
     )  # fmt: skip
 

@@ -150,7 +150,7 @@ async def _vectors(
         ]
         return {**head, "data": data, "usage": _usage(service, jobs)}
 
-    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load)
+    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load())
 
 
 def _task(body: InputFields, task: str, info: ModelInfo) -> SamplingParams:
@@ -281,7 +281,7 @@ async def _scores(
         return [scoring.score(job.choices[0], body.use_activation is not False) for job in jobs]
 
     content = await service.jobs.write(jobs, lambda _: build(scores(), _usage(service, jobs)), reservation)
-    return load_reported(request, JSONAnswer(content), service.load)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
 async def _cut_texts(

@@ -29,7 +29,6 @@ from server.routes.chat_run import ChatRun
 from server.routes.responses_api_outputs import Event, Logprobs, ResponseEvents
 from server.schemas import responses_api_answers as wire
 from server.schemas.responses_api import SENT_NAMES, ResponsesBody
-from server.schemas.translation import translated_errors
 from server.serving.admission import Reservation
 from server.serving.background_runs import BackgroundRuns
 from server.serving.jobs import Job
@@ -72,7 +71,7 @@ async def create(body: ResponsesBody, request: Request) -> Response:
         response = await background.start(bool(body.stream))
         return EventStream(background.stream(), run.failed, last=b"") if body.stream else JSONAnswer(response)
     reservation = hold(request, run.service.admission.reserve(1))
-    job = await run.tokenize()
+    job = await run.chat.tokenize()
     if body.stream:
         return EventStream(run.stream(job, reservation), run.failed, last=b"")
     return JSONAnswer(await run.answer(job, reservation))
@@ -177,7 +176,7 @@ class _ResponseRun:
         self._request = request
         self.service: Service = request.app.state.service
         items = body.items()
-        chat, self._places = body.chat(previous, items)
+        chat, places = body.chat(previous, items)
         self._items = [*previous, *items]
         self._store, self._owner, self.scope = store, request.state.owner, request.scope
         _ = self.service.tokens  # raises 503 until the model is loaded
@@ -185,18 +184,12 @@ class _ResponseRun:
         self._response = _in_progress(
             body, body.model or self.service.model_names()[0], store is not None, self.service.sampling_defaults()
         )
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self.service, request, chat, self._response["id"], SENT_NAMES)
+        self.chat = ChatRun(self.service, request, chat, self._response["id"], SENT_NAMES, places)
         self._spelling = answers.Spelling(self.service.tokens) if body.wants_logprobs else None
         self._events = ResponseEvents()
         self._numbers = 0
         self._frame = ("", "", "")  # the item of the last text delta, and the JSON before and after its text
         self._reasoning_tokens = 0
-
-    async def tokenize(self) -> Job:
-        """Return the job."""
-        with translated_errors(SENT_NAMES, self._places):
-            return await self._run.tokenize()
 
     async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the events of the answer."""
@@ -256,15 +249,15 @@ class _ResponseRun:
         Events of a stream to the client that were written directly are left out.
         The first piece of a background response comes once it is stored, before it runs. The caller stores the rest.
         """
-        with translated_errors(SENT_NAMES, self._places):
-            self._events = ResponseEvents(self._run.short_ids)
+        with self.chat.translated():
+            self._events = ResponseEvents(self.chat.short_ids)
             items, self._items = self._items, []
             stores = self._store is not None and await self._store.begin(self._response["id"], self._owner, items)
             del items
             try:
                 if self._is_background:
                     yield await self._queue(stores)
-                parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
+                parser = self.chat.parser()
                 direct = None
                 if is_stream:
                     direct = direct_writer(self._request, lambda delta: self._written(self._of_delta(parser, delta)))
@@ -367,17 +360,15 @@ class _BackgroundRun:
             task.result()  # raises
         return stored.result()
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
+    def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the events as they are stored. Closing it does not end the run."""
-        async with aclosing(_stored_events(self._store, self._run.response["id"], self._owner, -1)) as events:
-            async for event in events:
-                yield event
+        return _stored_events(self._store, self._run.response["id"], self._owner, after=-1)
 
     async def _work(self, stored: asyncio.Future[dict[str, Any]]) -> None:
         run = self._run
         try:
             with run.service.admission.reserve(1) as reservation:
-                job = await run.tokenize()
+                job = await run.chat.tokenize()
                 async with aclosing(run.pieces(job, reservation)) as pieces:
                     async for events in pieces:
                         await self._add(run.numbered(events), is_urgent=not stored.done())

@@ -54,7 +54,7 @@ class Admission:
         self.unanswered = 0  # admitted requests of this API worker without a complete response
         self._in_flight = self._counters.gauge_index(IN_FLIGHT)
         self._unanswered = self._counters.gauge_index(UNANSWERED)
-        self.outputs = OutputBudget(self._config.max_total_logprob_bytes, self._client.abort)
+        self.outputs = OutputBudget(self._config.max_total_logprob_bytes, lambda one: self._client.abort(one))
 
     def check_capacity(self, sequences: int, param: str) -> None:
         """Raise what `reserve` would raise now for this many sequences, without reserving capacity.

@@ -32,12 +32,9 @@ class Lifecycle:
     """
 
     def __init__(
-        self,
-        client: Client,
-        config: ServerConfig,
-        counters: SharedCounters | None = None,
+        self, client: Client, config: ServerConfig, counters: SharedCounters | None = None,
         start_time: float | None = None,
-    ):
+    ):  # fmt: skip
         self.client, self.config = client, config
         self.counters = counters if counters is not None else SharedCounters()
         self.startup: asyncio.Task[None] | None = None

@@ -19,12 +19,9 @@ class Service(Lifecycle):
     """The engine client, with `admission` and `jobs`, for the routes. `begin` starts the client, `close` stops it."""
 
     def __init__(
-        self,
-        client: Client,
-        config: ServerConfig,
-        counters: SharedCounters | None = None,
+        self, client: Client, config: ServerConfig, counters: SharedCounters | None = None,
         start_time: float | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(client, config, counters, start_time)
         self.metrics = RequestMetrics(self.counters)
         self.admission = Admission(self, self.metrics.refused)
