@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
@@ -17,7 +16,6 @@ from server.http.body_budget import BodyBudget
 from server.http.errors import install_error_handlers
 from server.http.hosts import AllowedHosts, listens_on_loopback
 from server.http.keys import KeyMiddleware
-from server.http.long_running import ClientDisconnected
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
@@ -119,7 +117,6 @@ def create_app(
     app.state.board, app.state.large_body = board, asyncio.Lock()
     app.state.probe = GenerationProbe(service)
     install_error_handlers(app)
-    app.add_exception_handler(ClientDisconnected, _client_disconnected)
     # FastAPI matches routes in this order at every request: put the most frequent first. It builds a router's routes
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
@@ -163,7 +160,3 @@ def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[
             seconds=config.body_seconds,
         ),
     ]  # fmt: skip
-
-
-async def _client_disconnected(request: Request, exc: Exception) -> Response:
-    return Response(status_code=499)  # never sent, since the connection is closed; shown in the access log

@@ -129,6 +129,12 @@ def in_format_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, A
     return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
 
 
+def failure(exc: Exception, scope: Scope) -> dict[str, Any]:
+    """Return the error body of an exception, in the format of the API that the request is for."""
+    status, body, _ = body_of(exc)
+    return in_format_of(scope, status, body)
+
+
 def error_response(exc: Exception, scope: Scope) -> JSONResponse:
     """Return the response to an exception."""
     status, body, headers = body_of(exc)

@@ -17,10 +17,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ClientDisconnected(Exception):
-    """The client closed its connection before the endpoint returned a response."""
-
-
 def long_running(endpoint: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
     """Run an endpoint of a BodyRoute once FastAPI has parsed the body and let go of its JSON.
 
@@ -33,7 +29,7 @@ def long_running(endpoint: Callable[P, Awaitable[Response]]) -> Callable[P, Awai
     async def parsed(*args: P.args, **kwargs: P.kwargs) -> Response:
         return _Run(partial(endpoint, *args, **kwargs))
 
-    # FastAPI before 0.116 looks up the names of types in the module of `parsed`.
+    # FastAPI 0.115 looks up the names of types in the module of `parsed`.
     parsed.__signature__ = inspect.signature(endpoint, eval_str=True)  # type: ignore[attr-defined]
     return parsed
 
@@ -64,8 +60,8 @@ class _Run(Response):
             await asyncio.gather(answer, disconnect, return_exceptions=True)
         if not answer.cancelled():
             answer.result()  # raises what the endpoint raised
-        elif self._endpoint is not None:
-            raise ClientDisconnected
+        elif self._endpoint is not None:  # for the log only, since the connection is closed
+            await Response(status_code=499)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._endpoint is not None

@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS, route_clas
 async def chat_completions_batch(body: BatchChatBody, request: Request) -> Response:
     """Generate the next message of each conversation. Choice i is that of conversation i."""
     service: Service = request.app.state.service
-    head = new_head(service, request, body, "chatcmpl", "chat.completion")
+    head = new_head(service, request, body.model, "chatcmpl", "chat.completion")
     apply_defaults(body, service.config)
     body.refuse_unsupported()
     conversations = body.conversations()

@@ -15,7 +15,7 @@ from engine.text.parsing.chat import joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
-from server.http.errors import THREAD_NOT_FOUND, WireError, body_of, in_format_of
+from server.http.errors import THREAD_NOT_FOUND, WireError, failure
 from server.http.long_running import hold, long_running
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
@@ -42,12 +42,9 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     reservation = hold(request, service.admission.reserve(1))
     job = await run.chat.tokenize()
     if body.stream:
-
-        def failed(exc: Exception) -> bytes:
-            status, found, _ = body_of(exc)
-            return _written([in_format_of(request.scope, status, found)])
-
-        return EventStream(run.stream(job, reservation), failed, last=b"")
+        return EventStream(
+            run.stream(job, reservation), lambda error: _written([failure(error, request.scope)]), last=b""
+        )
     return JSONAnswer(await run.answer(job, reservation))
 
 

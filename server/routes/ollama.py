@@ -25,7 +25,7 @@ from engine.protocol.request import TokenLogprob
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from server.http.body_route import BodyRoute
-from server.http.errors import WireError, aborted, body_of, in_format_of
+from server.http.errors import WireError, aborted, failure
 from server.http.long_running import hold, long_running
 from server.http.openapi import OLLAMA_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent
@@ -85,12 +85,7 @@ async def _answer(body: OllamaBody, request: Request, lines: type[_Lines]) -> Re
     reservation = hold(request, service.admission.reserve(1))
     job = await run.tokenize()
     if body.stream:
-
-        def failed(exc: Exception) -> bytes:
-            status, found, _ = body_of(exc)
-            return _written(in_format_of(request.scope, status, found))
-
-        return LineStream(run.stream(job, reservation), failed, last=b"")
+        return LineStream(run.stream(job, reservation), lambda error: _written(failure(error, request.scope)), last=b"")
     return JSONAnswer(await run.answer(job, reservation))
 
 

@@ -91,7 +91,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     params, truncation = body.sampling(service.sampling_defaults()), body.truncation
     keys = completion_keys(service.config)
     prompts = _prompts(body.prompt)
-    head = new_head(service, request, body, "cmpl", "text_completion")
+    head = new_head(service, request, body.model, "cmpl", "text_completion")
 
     service.admission.check_capacity(len(prompts), "prompt")
     reservation = hold(request, service.admission.reserve(len(prompts) * params.n))
@@ -128,7 +128,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
-    head = new_head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = new_head(service, request, body.model, "chatcmpl", kind)
     apply_defaults(body, service.config)
     run, keys = ChatRun(service, request, body, head["id"]), chat_keys(service.config)
     echoed = echoed_message(body, run)
@@ -273,12 +274,12 @@ def _prompts(prompt: Any) -> Sequence[str | list[int]]:
     return [prompt] if type(prompt[0]) is int else prompt
 
 
-def new_head(service: Service, request: Request, body: OpenAISampling, prefix: str, kind: str) -> Head:
+def new_head(service: Service, request: Request, model: str | None, prefix: str, kind: str) -> Head:
     """Return the fields that a response and its chunks begin with. Raises WireError 503 until the model is loaded."""
     _ = service.tokens
     return {
         "id": f"{prefix}-{request.state.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": body.model or service.model_names()[0],
+        "model": model or service.model_names()[0],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import JSONAnswer
 from server.routes import openai_answers as answers
+from server.routes.openai import new_head
 from server.schemas import answers as wire
 from server.schemas.pooling import (
     EmbeddingBody,
@@ -70,7 +70,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
     def build(scores: list[float], usage: dict[str, Any]) -> dict[str, Any]:
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-        head = _head(service, request, body, "score")
+        head = new_head(service, request, body.model, "score", "list")
         return {**head, "data": data, "usage": usage}
 
     return await _scores(service, request, body, names, queries, documents, build)
@@ -93,7 +93,7 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         results = [{"index": index, **document, "relevance_score": scores[index]} for index in order]
         for one in results if document else ():
             one["document"] = {"text": body.documents[one["index"]]}
-        head = _head(service, request, body, "rerank")
+        head = new_head(service, request, body.model, "rerank", "list")
         tokens = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
         return {"id": head["id"], "model": head["model"], "usage": tokens, "results": results}
 
@@ -110,15 +110,6 @@ def _service(body: PoolingFields, request: Request) -> Service:
     return service
 
 
-def _head(service: Service, request: Request, body: PoolingFields, prefix: str) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{request.state.request_id}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": body.model or service.model_names()[0],
-    }
-
-
 # ---- vectors -------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +121,7 @@ async def _vectors(
     service.admission.check_capacity(len(inputs), "input")
     params, finish = _task(body, task, info), _finisher(body, task, info)
     before, truncation = info.pooling.prompt(body.prompt_name), body.truncation
-    head = _head(service, request, body, prefix)
+    head = new_head(service, request, body.model, prefix, "list")
 
     reservation = hold(request, service.admission.reserve(len(inputs), "input"))
     jobs = []

@@ -101,7 +101,8 @@ class Lifecycle:
     def tokens(self) -> Tokenization:
         """The model's tokenizer. Raises WireError 503 until the model is loaded, EngineDead if loading failed."""
         if self._tokens is None:
-            self._require_started()
+            if self.startup_error is not None:
+                raise EngineDead(f"the engine did not start: {self.startup_error}")
             raise WireError(
                 503, f"{self._loading_reason()}; try again soon", type="service_unavailable_error", code="loading",
                 retry_after=2,
@@ -163,10 +164,6 @@ class Lifecycle:
         """Return what load balancers ask for, with vLLM's names."""
         stats = self.client.stats()
         return {"kv_cache_usage_perc": float(stats.kv_cache_usage), "num_requests_waiting": float(stats.num_waiting)}
-
-    def _require_started(self) -> None:
-        if self.startup_error is not None:
-            raise EngineDead(f"the engine did not start: {self.startup_error}")
 
     def _loading_reason(self) -> str:
         """Return the engine's startup reason; without one, this or another API worker is still loading."""
