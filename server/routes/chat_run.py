@@ -58,25 +58,22 @@ class ChatRun:
 
     async def tokenize(self) -> Job:
         """Render and tokenize the prompt and return the job. Reserve capacity for it before."""
+        body, service = self._body, self._service
         with self.translated():
-            job = await self._job()
+            prompt = await service.tokens.chat(self.conversation, body.add_special_tokens is True)
+            plan = self._formats.plan(
+                prompt.text, self.conversation, self._use, self.params.structured_outputs, body.thinking_token_budget,
+                body.separate_reasoning is not False,
+            )  # fmt: skip
+            self.make_parser = plan.make_parser
+            self.short_ids = self._formats.tools is not None and self._formats.tools.short_ids
+            params = dataclasses.replace(self.params, structured_outputs=plan.constraint, show_markers=True)
+            room = service.client.info().max_model_len - len(prompt.ids)
+            if self._stops_at_context and params.max_tokens is not None and 0 < room < params.max_tokens:
+                params = dataclasses.replace(params, max_tokens=room)
+            with naming(body.sent_names()):
+                job = service.jobs.of_ids(
+                    self._public_id, None, prompt.ids, "messages", params, body.priority, self._truncation
+                )
         started(self._request, [job])
         return job
-
-    async def _job(self) -> Job:
-        body, service = self._body, self._service
-        prompt = await service.tokens.chat(self.conversation, body.add_special_tokens is True)
-        plan = self._formats.plan(
-            prompt.text, self.conversation, self._use, self.params.structured_outputs, body.thinking_token_budget,
-            body.separate_reasoning is not False,
-        )  # fmt: skip
-        self.make_parser = plan.make_parser
-        self.short_ids = self._formats.tools is not None and self._formats.tools.short_ids
-        params = dataclasses.replace(self.params, structured_outputs=plan.constraint, show_markers=True)
-        room = service.client.info().max_model_len - len(prompt.ids)
-        if self._stops_at_context and params.max_tokens is not None and 0 < room < params.max_tokens:
-            params = dataclasses.replace(params, max_tokens=room)
-        with naming(body.sent_names()):
-            return service.jobs.of_ids(
-                self._public_id, None, prompt.ids, "messages", params, body.priority, self._truncation
-            )
