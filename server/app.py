@@ -134,8 +134,7 @@ def create_app(
 def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[Middleware]:
     """Return the middleware of every request, the outermost first."""
     config, is_open = service.config, not keys.guards_inference
-    allowed = config.allowed_hosts
-    checks_host = bool(allowed) or (is_open and listens_on_loopback(config.host))
+    checks_host = bool(config.allowed_hosts) or (is_open and listens_on_loopback(config.host))
     budget = BodyBudget(config.total_body_bytes, service.counters)
     return [
         # A request that waits for its turn has done nothing yet.
@@ -151,7 +150,7 @@ def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[
         # Logs what is refused below.
         Middleware(RequestLog),
         # A page of another host can't try keys.
-        *([Middleware(AllowedHosts, allowed=allowed, checks_origin=is_open)] if checks_host else []),
+        *([Middleware(AllowedHosts, allowed=config.allowed_hosts, checks_origin=is_open)] if checks_host else []),
         # Reads no body without an accepted key.
         Middleware(KeyMiddleware, keys=keys, local_admin=config.admin_without_key == "loopback"),
         # Reads the whole body, so everything that can refuse a request by its head comes before.

@@ -191,14 +191,9 @@ def chat_choice(
 
 
 async def _stream(
-    request: Request,
-    jobs: list[Job],
-    reservation: Reservation,
-    head: Head,
-    body: OpenAISampling,
-    chunk_choices: ChunkChoices,
-    keys: NullKeys,
-) -> AsyncGenerator[bytes, None]:
+    request: Request, jobs: list[Job], reservation: Reservation, head: Head, body: OpenAISampling,
+    chunk_choices: ChunkChoices, keys: NullKeys,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
     """Run the jobs and yield the events of their outputs."""
     service: Service = request.app.state.service
 

@@ -220,14 +220,9 @@ def _usage(service: Service, jobs: list[Job]) -> dict[str, Any]:
 
 
 async def _scores(
-    service: Service,
-    request: Request,
-    body: ScoredFields,
-    names: tuple[str, str],
-    queries: Sequence[str],
-    documents: Sequence[str],
-    build: Callable[[list[float], dict[str, Any]], dict[str, Any]],
-) -> Response:
+    service: Service, request: Request, body: ScoredFields, names: tuple[str, str], queries: Sequence[str],
+    documents: Sequence[str], build: Callable[[list[float], dict[str, Any]], dict[str, Any]],
+) -> Response:  # fmt: skip
     """Answer with what `build` makes of the scores of the pairs and of the usage."""
     scoring, pairs = service.scoring, pairs_of(queries, documents, names)
     scoring.check(body.instruction)
@@ -242,21 +237,19 @@ async def _scores(
 
     reservation = hold(request, service.admission.reserve(count, names[1]))
     cut, jobs = await _cut_texts(service, body, names, queries, documents), []
+    info, salt = service.client.info(), body.cache_salt or ""
     if scoring.kind == "cosine":
-        config, before = service.client.info().pooling, service.client.info().pooling.prompt(None)
-        params = SamplingParams(
-            max_tokens=0, temperature=0.0, pooling=config.mode, cache_salt=body.cache_salt or ""
-        )  # fmt: skip
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=info.pooling.mode, cache_salt=salt)
+        before = info.pooling.prompt(None)
         for name, texts in zip(names, cut, strict=True):
             for index, text in enumerate(texts):
                 param = _place(name, index, texts)
                 ids = await _input_ids(service, before + text, param, True, truncation)
                 jobs.append(await service.jobs.tokenize(public_id, ids, param, params, body.priority))
     else:
-        info = service.client.info()
         longest = info.pooling.longest(info.max_model_len - (scoring.params.max_tokens or 0))
         limit = None if truncation is None else longest if truncation.limit == -1 else truncation.limit
-        params = dataclasses.replace(scoring.params, cache_salt=body.cache_salt or "")
+        params = dataclasses.replace(scoring.params, cache_salt=salt)
         for query, document in pairs:
             param = _place(names[1], document, documents)
             ids = await service.tokens.pair(scoring, cut[0][query], cut[1][document], body.instruction, limit, param)

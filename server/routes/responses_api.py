@@ -193,7 +193,7 @@ class _ResponseRun:
 
     async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
         """Run the job and yield the events of the answer."""
-        async with aclosing(self.pieces(job, reservation, is_stream=True)) as pieces:
+        async with aclosing(self.pieces(job, reservation, streams=True)) as pieces:
             async for events in pieces:
                 if events:
                     yield self._written(events)
@@ -241,9 +241,7 @@ class _ResponseRun:
         _, before, after = self._frame
         return f"{before}{encode_basestring(event['delta'])}{after}{self._numbers}}}\n\n"
 
-    async def pieces(
-        self, job: Job, reservation: Reservation, is_stream: bool = False
-    ) -> AsyncGenerator[list[Event], None]:
+    async def pieces(self, job: Job, reservation: Reservation, streams: bool = False) -> AsyncGenerator[list[Event]]:
         """Run the job and yield the events of each piece of the output; after the last, the response is complete.
 
         Events of a stream to the client that were written directly are left out.
@@ -259,7 +257,7 @@ class _ResponseRun:
                     yield await self._queue(stores)
                 parser = self.chat.parser()
                 direct = None
-                if is_stream:
+                if streams:
                     direct = direct_writer(self._request, lambda delta: self._written(self._of_delta(parser, delta)))
                 has_begun = False
                 async with aclosing(self.service.jobs.run(job, reservation, direct)) as arrivals:

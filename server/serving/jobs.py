@@ -161,7 +161,6 @@ class Jobs:
 
         arrivals = self._client.stream(
             request_id,
-            prompt=None,
             prompt_token_ids=job.output.prompt_token_ids,
             params=job.params,
             priority=job.priority,

@@ -54,23 +54,17 @@ class Lifecycle:
         self.startup = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
+        config = self.config
         try:
             await self.client.start()
-            info = self.client.info()
+            tokenizer, info = self.client.tokenizer, self.client.info()
             self.chat_formats = ChatFormats(
-                self.client.tokenizer,
-                self.config.tool_call_parser,
-                self.config.reasoning_parser,
-                self.config.close_objects,
+                tokenizer, config.tool_call_parser, config.reasoning_parser, config.close_objects
             )
             tokens = Tokenization(
-                self.client.tokenizer,
-                info.max_model_len,
-                info.vocab_size,
-                self.config.template_seconds,
-                self.config.max_prompt_chars,
+                tokenizer, info.max_model_len, info.vocab_size, config.template_seconds, config.max_prompt_chars
             )
-            self.scoring = Scoring(self.client.tokenizer, info)
+            self.scoring = Scoring(tokenizer, info)
             if self.before_ready is not None:
                 self.before_ready()
             self._tokens, self.counters.values[self._started] = tokens, 1.0
