@@ -46,15 +46,9 @@ class WireError(Exception):
     """An error of the HTTP layer, such as an unknown model, an oversized body, or a server that is not ready."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, *, type: str = INVALID, param: str | None = None, code: str | None = None,
         retry_after: int | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.type, self.param, self.code, self.retry_after = status, type, param, code, retry_after
 

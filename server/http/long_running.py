@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -12,6 +11,8 @@ from typing import ParamSpec, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from server.http.streaming import ClientDisconnected, until_disconnect
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,23 +46,15 @@ class _Run(Response):
 
     def __init__(self, endpoint: Callable[[], Awaitable[Response]]):
         self._endpoint: Callable[[], Awaitable[Response]] | None = endpoint
-        self.status_code = 200
-        self.background = None
+        self.status_code, self.background = 200, None
         self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = asyncio.create_task(self._answer(scope, receive, send))
-        disconnect = asyncio.create_task(_disconnect(receive))
         try:
-            await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (answer, disconnect):
-                task.cancel()
-            await asyncio.gather(answer, disconnect, return_exceptions=True)
-        if not answer.cancelled():
-            answer.result()  # raises what the endpoint raised
-        elif self._endpoint is not None:  # for the log only, since the connection is closed
-            await Response(status_code=499)(scope, receive, send)
+            await until_disconnect(Request(scope, receive), self._answer(scope, receive, send))
+        except ClientDisconnected:
+            if self._endpoint is not None:  # for the log only, since the connection is closed
+                await Response(status_code=499)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._endpoint is not None
@@ -69,9 +62,3 @@ class _Run(Response):
             response = await self._endpoint()
             self._endpoint = None
             await response(scope, receive, send)
-
-
-async def _disconnect(receive: Receive) -> None:
-    """Return once the client has disconnected, or has its whole response."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

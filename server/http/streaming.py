@@ -1,13 +1,14 @@
-"""Responses of long requests: streams of server-sent events, and large JSON."""
+"""Responses of long requests: server-sent events and large JSON; and cancelling them if the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +26,10 @@ PIECE_BYTES = 2**20  # of a body that are given to the connection at once
 def named_event(name: str, payload: Any) -> str:
     """Return a server-sent event with a name and with `payload` as JSON."""
     return f"event: {name}\n{event(payload)}"
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response was complete."""
 
 
 def event(payload: Any) -> str:
@@ -99,6 +104,25 @@ async def _send_pieces(send: Send, text: bytes) -> None:
     """Send a part of a body. The connection copies each piece, and waits while the client has not read enough."""
     for start in range(0, len(text), PIECE_BYTES):
         await send({"type": "http.response.body", "body": text[start : start + PIECE_BYTES], "more_body": True})
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel it and raise ClientDisconnected."""
+    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if task.cancelled():
+        raise ClientDisconnected
+    return task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -120,7 +120,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
         return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load())
+    content = await service.jobs.write(jobs, build, reservation)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
@@ -158,7 +159,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         usage = {**keys.usage, **answers.usage([job], service.config.sends_prompt_tokens_details)}
         return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-    return load_reported(request, JSONAnswer(await service.jobs.write([job], build, reservation)), service.load())
+    content = await service.jobs.write([job], build, reservation)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
 def chat_outputs(service: Service, body: ChatBody, run: ChatRun) -> ChatOutputs:

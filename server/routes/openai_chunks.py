@@ -132,13 +132,9 @@ class ChatChunkChoices:
     """
 
     def __init__(
-        self,
-        outputs: ChatOutputs,
-        keys: NullKeys,
-        echoed: str = "",
-        joins_end: bool = False,
+        self, outputs: ChatOutputs, keys: NullKeys, echoed: str = "", joins_end: bool = False,
         with_versions: bool = False,
-    ):
+    ):  # fmt: skip
         self._outputs, self._keys, self._echoed, self._joins_end = outputs, keys, echoed, joins_end
         self._with_versions = with_versions
         self._streams: dict[int, OutputStream] = {}
