@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
 
 from server.config import ServerConfig
 from server.http.body_budget import BodyBudget
@@ -19,12 +19,11 @@ from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
-from server.http.streaming import ClientDisconnected
 from server.http.turns import Turns
 from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
-from server.observability.shared_counters import SharedCounters
+from server.observability.shared_counters import SharedCounter, SharedCounters
 from server.pages.assets import Assets
 from server.pages.docs import DocsAssets
 from server.routes import admin as routes_admin
@@ -34,7 +33,7 @@ from server.routes import messages as routes_messages
 from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
 from server.routes import pooling as routes_pooling
-from server.routes import responses as routes_responses
+from server.routes import responses_api as routes_responses_api
 from server.routes import sagemaker as routes_sagemaker
 from server.routes import server_info as routes_server_info
 from server.routes import status as routes_status
@@ -111,36 +110,17 @@ def create_app(
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, openapi_url=None, redirect_slashes=False,
         servers=[{"url": config.root_path}] if config.root_path else None,
+        middleware=_middleware(service, keys or Keys(), responses),
     )  # fmt: skip
     app.state.response_store = None
     app.state.service, app.state.registry, app.state.config = service, registry, config
     app.state.board, app.state.large_body = board, asyncio.Lock()
     app.state.probe = GenerationProbe(service)
     install_error_handlers(app)
-    app.add_exception_handler(ClientDisconnected, _client_disconnected)
-    # The middleware added last is the outermost: responses to refused bodies carry a request id too.
-    app.add_middleware(
-        BodyLimit,
-        max_bytes=config.max_body_bytes,
-        max_items=config.max_body_items,
-        budget=BodyBudget(config.total_body_bytes, service.counters),
-        seconds=config.body_seconds,
-    )
-    keys = keys or Keys()
-    app.add_middleware(KeyMiddleware, keys=keys, local_admin=config.admin_without_key == "loopback")
-    if config.allowed_hosts or (not keys.guards_inference and listens_on_loopback(config.host)):
-        app.add_middleware(AllowedHosts, allowed=config.allowed_hosts, checks_origin=not keys.guards_inference)
-    app.add_middleware(RequestLog)
-    app.add_middleware(RequestIds)
-    app.add_middleware(CloseWhenDraining, is_draining=lambda: service.draining)
-    app.add_middleware(CountResponses, counter=responses)
-    if config.root_path:
-        app.add_middleware(RootPath, prefix=config.root_path)
-    app.add_middleware(Turns)
     # FastAPI matches routes in this order at every request: put the most frequent first. It builds a router's routes
     # when a request first gets there, in up to 0.1 s: all large ones precede /ready, which is asked during the start.
     for routes in (
-        routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses, routes_tokens,
+        routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses_api, routes_tokens,
         routes_admin, routes_trainer, routes_pooling, routes_status, routes_server_info, routes_chat_batch,
         routes_ollama, routes_sagemaker,
     ):  # fmt: skip
@@ -151,5 +131,31 @@ def create_app(
     return app
 
 
-async def _client_disconnected(request: Request, exc: Exception) -> Response:
-    return Response(status_code=499)  # never sent, since the connection is closed; shown in the access log
+def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[Middleware]:
+    """Return the middleware of every request, the outermost first."""
+    config, is_open = service.config, not keys.guards_inference
+    checks_host = bool(config.allowed_hosts) or (is_open and listens_on_loopback(config.host))
+    budget = BodyBudget(config.total_body_bytes, service.counters)
+    return [
+        # A request that waits for its turn has done nothing yet.
+        Middleware(Turns),
+        # All below, and the routes, see paths without the prefix of a proxy.
+        *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
+        # Counts the refusals of the middleware below too.
+        Middleware(CountResponses, counter=responses),
+        # A refusal closes the connection during a drain, as an answer does.
+        Middleware(CloseWhenDraining, is_draining=lambda: service.draining),
+        # The log and the refusals below name the request by its id.
+        Middleware(RequestIds),
+        # Logs what is refused below.
+        Middleware(RequestLog),
+        # A page of another host can't try keys.
+        *([Middleware(AllowedHosts, allowed=config.allowed_hosts, checks_origin=is_open)] if checks_host else []),
+        # Reads no body without an accepted key.
+        Middleware(KeyMiddleware, keys=keys, local_admin=config.admin_without_key == "loopback"),
+        # Reads the whole body, so everything that can refuse a request by its head comes before.
+        Middleware(
+            BodyLimit, max_bytes=config.max_body_bytes, max_items=config.max_body_items, budget=budget,
+            seconds=config.body_seconds,
+        ),
+    ]  # fmt: skip

@@ -78,6 +78,10 @@ class Health:
     silent: float = 0.0
 
 
+class RequestId(str):
+    """An id that no other request to the engine has, of any client. Its sequences derive theirs from it."""
+
+
 class Client(Protocol):
     """Interface of an engine for a server. Call all methods from one event loop."""
 
@@ -86,6 +90,8 @@ class Client(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    def new_id(self) -> RequestId: ...
 
     def generate(
         self,
@@ -246,6 +252,10 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
+    def new_id(self) -> RequestId:
+        """Return a new id for a request to this engine."""
+        return RequestId(f"{self._client}.{next(self._numbers)}")
+
     async def generate(
         self,
         request_id: str,
@@ -281,6 +291,9 @@ class EngineClient:
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
 
+        The engine knows the request by its `request_id` from `new_id`. Any other string is a name in this client only,
+        which may be used again once the request has ended.
+
         A delta is one step's output for one sequence; each list holds all deltas since the previous list. Closing the
         iterator early aborts all sequences. `on_end(count)` is called when the engine is done with `count` sequences,
         and `on_hidden_states(parts)` when hidden states arrive, even if the caller does not read. `on_delta(delta)` is
@@ -296,8 +309,9 @@ class EngineClient:
         banned = bad_word_ids(self.tokenizer, params.bad_words)
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use by a running request", param="request_id")
-        # Internal ids are unique: a caller may reuse its id while events of the earlier request are still on their way.
-        children = split_n(f"{self._client}.{next(self._numbers)}", params, resolve_seed(params))
+        # A caller may reuse an id that it chose while events of the earlier request are still on their way.
+        unique_id = request_id if isinstance(request_id, RequestId) else self.new_id()
+        children = split_n(str(unique_id), params, resolve_seed(params))
         queue = self._queues[request_id] = OutputQueue(
             len(children), on_end, on_hidden_states, params.logprobs or 0, on_delta
         )

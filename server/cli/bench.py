@@ -14,9 +14,9 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.cli.flags import add_flags, given
-from server.cli.parser import Parser
+from server.cli.parser import Parser, whole_number
 
-MAX_COUNT = 1_000_000
+COUNT, COUNT_OR_ZERO = whole_number(1, 1_000_000), whole_number(0, 1_000_000)
 # The command captures every graph itself, prompts are random, and benchmark traffic must not change the manifest.
 DEFAULTS: Mapping[str, Any] = {"warmup": "lazy", "graph_manifest": "none", "enable_prefix_caching": False}
 
@@ -29,10 +29,10 @@ def add_arguments(parser: Parser) -> None:
         ("--output-tokens", 64, "tokens to generate per sequence"),
         ("--repeats", 3, "timed runs; medians are reported"),
     ):
-        parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} (default: {default})")
+        parser.add_argument(flag, type=COUNT, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument(
         "--requests",
-        type=_count_or_zero,
+        type=COUNT_OR_ZERO,
         default=32,
         metavar="N",
         help="requests of the mixed-length run; 0 skips it (default: 32)",
@@ -90,23 +90,5 @@ def require_writable(flag: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: can't write this file; name a file in an existing, writable folder")
 
 
-def _whole(text: str, low: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not low <= value <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {MAX_COUNT}")
-    return value
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _count_or_zero(text: str) -> int:
-    return _whole(text, 0)
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_count(part.strip()) for part in text.split(",")))
+    return tuple(dict.fromkeys(COUNT(part.strip()) for part in text.split(",")))

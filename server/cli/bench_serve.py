@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import json
 import math
@@ -12,6 +13,7 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine.errors import ConfigError
@@ -216,26 +218,18 @@ def _notes(report: dict[str, Any]) -> list[str]:
     return found
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _number(is_valid: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """Return the `type` of an argument that is a valid number."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if is_valid(float(text)):
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+
+    return parse
 
 
-def _rate(text: str) -> float:
-    if not _number(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or inf")
-    return _number(text)
-
-
-def _positive(text: str) -> float:
-    if not 0 < _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return _number(text)
-
-
-def _share(text: str) -> float:
-    if not 0 <= _number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
-    return _number(text)
+_rate = _number(lambda one: one > 0, "a number above 0, or inf")
+_positive = _number(lambda one: 0 < one < math.inf, "a number above 0")
+_share = _number(lambda one: 0 <= one < 1, "a number from 0 to below 1")

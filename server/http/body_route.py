@@ -20,9 +20,8 @@ LARGE_BYTES = 256 * 1024  # parsing takes up to 10 ms
 class BodyRoute(APIRoute):
     """A FastAPI route whose requests forget their body once it is parsed.
 
-    Starlette caches both until the response is complete: 8 MB and their JSON objects for each waiting request. The
-    endpoint must return a response that does the work when it is sent (`EventStream`, `JSONAnswer`), since FastAPI
-    holds the JSON until the endpoint returns.
+    Starlette caches both until the response is complete: 8 MB and their JSON objects for each waiting request. FastAPI
+    holds the JSON until the endpoint returns: an endpoint that waits is `long_running`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -46,15 +46,9 @@ class WireError(Exception):
     """An error of the HTTP layer, such as an unknown model, an oversized body, or a server that is not ready."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
+        self, status: int, message: str, *, type: str = INVALID, param: str | None = None, code: str | None = None,
         retry_after: int | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.type, self.param, self.code, self.retry_after = status, type, param, code, retry_after
 
@@ -127,6 +121,12 @@ def in_format_of(scope: Scope, status: int, body: dict[str, Any]) -> dict[str, A
     if body["error"]["code"] == THREAD_NOT_FOUND:  # Anthropic's clients then send the whole conversation
         error["details"] = {"error_code": THREAD_NOT_FOUND}
     return {"type": "error", "error": error, "request_id": scope.get("state", {}).get("request_id")}
+
+
+def failure(exc: Exception, scope: Scope) -> dict[str, Any]:
+    """Return the error body of an exception, in the format of the API that the request is for."""
+    status, body, _ = body_of(exc)
+    return in_format_of(scope, status, body)
 
 
 def error_response(exc: Exception, scope: Scope) -> JSONResponse:

@@ -15,9 +15,9 @@ from fastapi.responses import Response
 from server.config import ServerConfig
 from server.http.keys import ADMIN_PREFIXES, OPEN_PATHS
 from server.http.request_examples import REQUEST_EXAMPLES
-from server.schemas.anthropic_responses import AnthropicError
-from server.schemas.ollama_responses import OllamaError
-from server.schemas.responses import Answer, ErrorAnswer
+from server.schemas.answers import Answer, ErrorAnswer
+from server.schemas.anthropic_answers import AnthropicError
+from server.schemas.ollama_answers import OllamaError
 
 Responses = dict[int | str, dict[str, Any]]
 REASONS = {

@@ -1,4 +1,4 @@
-"""Server-sent event streams, and cancellation of a request whose client disconnects."""
+"""Responses of long requests: server-sent events and large JSON; and cancelling them if the client disconnects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def large_event(payload: Any) -> str:
 
 
 class EventStream(Response):
-    """A streaming response that sends the items of `events`. If the client disconnects, `events` is closed at once.
+    """A streaming response that sends the items of `events`, and closes `events` at the end or when it is cancelled.
 
     An exception before the first event becomes a normal error response with its status. A later one becomes a final
     event: by default the error body. `last` ends the stream, also after an error; by default it is `[DONE]`.
@@ -64,11 +64,6 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send_all(scope, receive, send))
-        watcher = asyncio.create_task(_disconnected(receive))
-        await _wait_or_cancel(sender, watcher)
-
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.events) as events:
             try:
                 first = await anext(events, None)
@@ -90,38 +85,19 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
 
-class JSONAnswer(Response):
-    """A JSON response that computes its content when it is sent, so that the endpoint returns at once.
+class JSONAnswer(JSONResponse):
+    """A JSON response whose content may be Encoded."""
 
-    `work` yields the content, and is closed when that is sent: until then it holds what the answer takes. If the client
-    disconnects before, `work` is cancelled and ClientDisconnected is raised.
-    """
-
-    media_type = "application/json"
-
-    def __init__(self, work: Callable[[], AsyncGenerator[Any, None]]):
-        self._work = work
-        self.status_code = 200
-        self.background = None
-        self.init_headers()
+    def render(self, content: Any) -> bytes:
+        return content.text if isinstance(content, Encoded) else super().render(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._work()) as work:
-            content = await until_disconnect(Request(scope, receive), _next(work))
-            if isinstance(content, Encoded):
-                await self._send_text(content.text, send)
-            else:
-                await JSONResponse(content)(scope, receive, send)
-
-    async def _send_text(self, text: bytes, send: Send) -> None:
-        headers = [*self.raw_headers, (b"content-length", str(len(text)).encode())]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await _send_pieces(send, text)
+        if len(self.body) <= PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_pieces(send, bytes(self.body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _next(work: AsyncGenerator[T, None]) -> T:
-    return await anext(work)
 
 
 async def _send_pieces(send: Send, text: bytes) -> None:
@@ -132,12 +108,21 @@ async def _send_pieces(send: Send, text: bytes) -> None:
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel it and raise ClientDisconnected."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(request.receive))
-    await _wait_or_cancel(task, watcher)
+    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
     if task.cancelled():
         raise ClientDisconnected
     return task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -182,23 +167,6 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _wait_or_cancel(task: asyncio.Task[Any], watcher: asyncio.Task[Any]) -> None:
-    """Wait for `task`, or cancel it if `watcher` ends first. Both have ended on return. Raises what `task` raised."""
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one in (task, watcher):
-            one.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-    if not task.cancelled():
-        task.result()
 
 
 def log_if_severe(exc: Exception, scope: Scope) -> None:

@@ -1,1 +1,1 @@
-"""HTTP routes: parse, submit, respond."""
+"""HTTP routes: check the body, reserve capacity, tokenize, run, answer."""

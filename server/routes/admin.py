@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from server.http.body_route import BodyRoute
 from server.http.errors import WireError
 from server.http.openapi import ADMIN_REFUSALS, answered_by
-from server.schemas import responses as answers
+from server.schemas import answers
 from server.schemas.requests import WeightsBody
 from server.serving.server_details import server_details
 from server.serving.service import Service

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from engine.errors import RequestError
 from server.http.body_route import BodyRoute
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import JSONAnswer
 from server.routes import openai_answers as answers
@@ -19,59 +20,54 @@ from server.routes.chat_run import ChatRun
 from server.routes.openai import chat_choice, chat_outputs, echoed_message, new_head
 from server.routes.server_defaults import apply_defaults
 from server.routes.vllm_keys import chat_keys
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.requests import BatchChatBody
 from server.serving.request_log import stats
-from server.serving.service import Job, Service
+from server.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post("/chat/completions/batch", responses=answered_by(wire.ChatCompletion))
+@long_running
 async def chat_completions_batch(body: BatchChatBody, request: Request) -> Response:
     """Generate the next message of each conversation. Choice i is that of conversation i."""
     service: Service = request.app.state.service
-    head = new_head(service, request, body, "chatcmpl", "chat.completion")
+    head = new_head(service, request, body.model, "chatcmpl", "chat.completion")
     apply_defaults(body, service.config)
     body.refuse_unsupported()
     conversations = body.conversations()
-    service.check_capacity(len(conversations), "messages")
+    service.admission.check_capacity(len(conversations), "messages")
     runs, echoed, keys = [], [], chat_keys(service.config)
     for number, one in enumerate(conversations):
         with _naming_conversation(number):
             runs.append(ChatRun(service, request, one, head["id"]))
         echoed.append(echoed_message(one, runs[-1]))
 
-    async def submit() -> list[Job]:
-        jobs = []
-        for number, run in enumerate(runs):
-            with _naming_conversation(number):
-                jobs.append(await run.submit())
-        return jobs
+    reservation = hold(request, service.admission.reserve(len(runs), "messages"))
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(len(runs), "messages") as reservation:
-            jobs = await submit()
-            await service.finish(jobs, reservation)
-            parsed = []
-            for run, job in zip(runs, jobs, strict=True):
-                outputs = chat_outputs(service, body)
-                outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
-                await outputs.parse(job.choices)
-                parsed.append((outputs, job.choices[0]))
+    jobs = []
+    for number, run in enumerate(runs):
+        with _naming_conversation(number):
+            jobs.append(await run.tokenize())
 
-            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = [
-                    part(chat_choice(outputs, body, choice, keys, echoed[number]) | {"index": number})
-                    for number, (outputs, choice) in enumerate(parsed)
-                ]
-                extra = {"stats": stats(jobs)} if body.return_stats else {}
-                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
-                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
+    await service.jobs.finish(jobs, reservation)
+    parsed = []
+    for run, job in zip(runs, jobs, strict=True):
+        outputs = chat_outputs(service, body, run)
+        await outputs.parse(job.choices)
+        parsed.append((outputs, job.choices[0]))
 
-            yield await service.write(jobs, build, reservation)
+    def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+        choices = [
+            part(chat_choice(outputs, body, choice, keys, echoed[number]) | {"index": number})
+            for number, (outputs, choice) in enumerate(parsed)
+        ]
+        extra = {"stats": stats(jobs)} if body.return_stats else {}
+        usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+        return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-    return JSONAnswer(answer)
+    return JSONAnswer(await service.jobs.write(jobs, build, reservation))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from engine.protocol.request import TokenLogprob
 from engine.text.parsing.chat import ChatParser, joined, parse
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from server.routes import openai_answers as answers
-from server.serving.chat_formats import MakeParser
+from server.routes.chat_run import ChatRun
 from server.serving.tokenization import INLINE_CHARS, Tokenization
 
 _SHORT_ID_CHARS = string.ascii_letters + string.digits
@@ -43,30 +43,26 @@ class OutputStream:
 
 
 class ChatOutputs:
-    """Formats the outputs of one chat request.
-
-    `make_parser` and `short_ids` are set once the prompt is known; None: all text is content.
-    """
+    """Formats the outputs of one chat request, whose prompt is tokenized."""
 
     def __init__(
-        self, tokens: Tokenization, logprobs: bool | None, include_reasoning: bool, as_ids: bool | None = False,
-        return_ids: bool | None = False,
+        self, run: ChatRun, tokens: Tokenization, logprobs: bool | None, include_reasoning: bool,
+        as_ids: bool | None = False, return_ids: bool | None = False,
     ):  # fmt: skip
+        self._run = run
         self._tokens, self._spelling = tokens, answers.Spelling(tokens, as_ids)
         self._logprobs, self._include_reasoning = logprobs, include_reasoning
         self.return_ids = bool(return_ids)
-        self.make_parser: MakeParser | None = None
-        self.short_ids = False
         self._parts: dict[int, list[Part]] = {}  # of whole outputs, by index
 
     @property
     def is_plain(self) -> bool:
         """Whether deltas have content only."""
-        return self.make_parser is None and not self._logprobs and not self.return_ids
+        return self._run.make_parser is None and not self._logprobs and not self.return_ids
 
     def stream(self) -> OutputStream:
         """Return the formatter of one output of a stream."""
-        return OutputStream(self, self.make_parser() if self.make_parser is not None else ChatParser())
+        return OutputStream(self, self._run.parser())
 
     def logprobs_of(self, found: Iterable[TokenLogprob] | None) -> dict[str, Any] | None:
         """Return the `logprobs` object of tokens; None if not requested."""
@@ -83,9 +79,8 @@ class ChatOutputs:
     async def parse(self, choices: Iterable[CompletionOutput]) -> None:
         """Parse whole outputs, long ones in a thread. Call it before `choice`."""
         for choice in choices:
-            parser = self.make_parser() if self.make_parser is not None else ChatParser()
-            work = partial(parse, parser, choice.text, choice.is_cut)
-            is_short = self.make_parser is None or len(choice.text) <= INLINE_CHARS
+            work = partial(parse, self._run.parser(), choice.text, choice.is_cut)
+            is_short = self._run.make_parser is None or len(choice.text) <= INLINE_CHARS
             self._parts[choice.index] = work() if is_short else await self._tokens.in_thread(work)
 
     def choice(self, choice: CompletionOutput) -> dict[str, Any]:
@@ -114,4 +109,4 @@ class ChatOutputs:
 
     def _call(self, part: ToolCall) -> dict[str, Any]:
         function = {"name": part.name, "arguments": part.arguments}
-        return {"id": call_id(self.short_ids), "type": "function", "function": function}
+        return {"id": call_id(self._run.short_ids), "type": "function", "function": function}

@@ -17,20 +17,25 @@ from engine.protocol.outputs import CompletionOutput
 from engine.protocol.request import TokenLogprob
 from server.http.body_route import BodyRoute
 from server.http.keys import check_priority
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent, merge
 from server.routes.openai_answers import finite, weight_versions
+from server.schemas.answers import Generated
 from server.schemas.generate import GenerateBody
 from server.schemas.requests import naming
-from server.schemas.responses import Generated
+from server.serving.admission import Reservation
+from server.serving.jobs import ARRAY_BYTES, Job
 from server.serving.output_budget import size_of
-from server.serving.service import ARRAY_BYTES, Job, Service
+from server.serving.request_log import started
+from server.serving.service import Service
 from server.serving.tokenization import Tokenization
 
 router = APIRouter(tags=["native"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post("/generate", responses=answered_by(Generated | list[Generated], "text/event-stream"))
+@long_running
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Generate from one prompt or a list of prompts. The response is a list for a list of prompts or n above 1."""
     service: Service = request.app.state.service
@@ -41,54 +46,48 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     field = "text" if body.text is not None else "input_ids"
     if not prompts:
         raise RequestError("the list of prompts is empty: provide at least one", param=field)
-    service.check_capacity(len(prompts), field)  # before building parameters and ids for a million prompts
+    service.admission.check_capacity(len(prompts), field)  # before building parameters and ids for a million prompts
     params = body.sampling(len(prompts), service.sampling_defaults())
     ids = body.ids(len(prompts), request.state.request_id)
     num_sequences = sum(one.n for one in params)
     as_list = as_list or num_sequences > 1
 
-    async def submit() -> list[Job]:
-        jobs = []
-        for number, (public_id, prompt, one) in enumerate(zip(ids, prompts, params, strict=True)):
-            with naming(body.sent_names(number)):
-                jobs.append(await service.job(public_id, prompt, field, one, body.priority))
-                if isinstance(body.rid, str):
-                    jobs[-1].names = (body.rid,)
-        request.state.jobs += jobs  # for the access log
-        request.state.upload.release()
-        return jobs
+    reservation = hold(request, service.admission.reserve(num_sequences))
+
+    jobs = []
+    for number, (public_id, prompt, one) in enumerate(zip(ids, prompts, params, strict=True)):
+        with naming(body.sent_names(number)):
+            jobs.append(await service.jobs.tokenize(public_id, prompt, field, one, body.priority))
+            if isinstance(body.rid, str):
+                jobs[-1].names = (body.rid,)
+    started(request, jobs)
 
     if body.stream:
+        return EventStream(_stream(service, jobs, reservation, body, as_list))
+    await service.jobs.finish(jobs, reservation)
 
-        async def events() -> AsyncGenerator[bytes, None]:
-            with service.admission(num_sequences) as reservation:
-                jobs = await submit()
-                firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
-                async with aclosing(merge([service.run(job, reservation) for job in jobs])) as arrivals:
-                    async for number, deltas in arrivals:
-                        # An event holds the whole output so far: send one per sequence that has new tokens.
-                        for index in dict.fromkeys(delta.index for delta in deltas):
-                            job, choice = jobs[number], jobs[number].choices[index]
-                            size = size_of(choice.logprobs) + size_of(job.output.prompt_logprobs)
-                            if choice.finish_reason is not None and choice.hidden_state_parts:
-                                size += ARRAY_BYTES
-                            place = firsts[number] + index if as_list else None
-                            yield await service.write_events(size, partial(_event, tokens, body, job, choice, place))
+    def build(part: Callable[[Any], Any]) -> Any:
+        found = [part(_answer(tokens, body, job, choice)) for job in jobs for choice in job.choices]
+        return found if as_list else found[0]
 
-        return EventStream(events())
+    return JSONAnswer(await service.jobs.write(jobs, build, reservation))
 
-    async def answers() -> AsyncGenerator[Any, None]:
-        with service.admission(num_sequences) as reservation:
-            jobs = await submit()
-            await service.finish(jobs, reservation)
 
-            def build(part: Callable[[Any], Any]) -> Any:
-                found = [part(_answer(tokens, body, job, choice)) for job in jobs for choice in job.choices]
-                return found if as_list else found[0]
-
-            yield await service.write(jobs, build, reservation)
-
-    return JSONAnswer(answers)
+async def _stream(
+    service: Service, jobs: list[Job], reservation: Reservation, body: GenerateBody, as_list: bool
+) -> AsyncGenerator[bytes, None]:
+    """Run the jobs and yield the events of their outputs."""
+    firsts = [sum(job.params.n for job in jobs[:number]) for number in range(len(jobs))]
+    async with aclosing(merge([service.jobs.run(job, reservation) for job in jobs])) as arrivals:
+        async for number, deltas in arrivals:
+            # An event holds the whole output so far: send one per sequence that has new tokens.
+            for index in dict.fromkeys(delta.index for delta in deltas):
+                job, choice = jobs[number], jobs[number].choices[index]
+                size = size_of(choice.logprobs) + size_of(job.output.prompt_logprobs)
+                if choice.finish_reason is not None and choice.hidden_state_parts:
+                    size += ARRAY_BYTES
+                place = firsts[number] + index if as_list else None
+                yield await service.jobs.write_events(size, partial(_event, service.tokens, body, job, choice, place))
 
 
 def _event(

@@ -9,7 +9,7 @@ from typing import Any
 from engine.text.parsing.parts import Content, Part, Reasoning
 from server.http.errors import aborted
 from server.routes.chat_outputs import call_id
-from server.serving.service import Job
+from server.serving.jobs import Job
 
 Event = dict[str, Any]
 

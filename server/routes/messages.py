@@ -11,40 +11,45 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from engine.protocol.outputs import OutputDelta
-from engine.text.parsing.chat import ChatParser, joined
+from engine.text.parsing.chat import joined
 from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
-from server.http.errors import THREAD_NOT_FOUND, WireError, body_of, in_format_of
+from server.http.errors import THREAD_NOT_FOUND, WireError, failure
+from server.http.long_running import hold, long_running
 from server.http.openapi import ANTHROPIC_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, named_event
 from server.routes.chat_run import ChatRun
 from server.routes.hints import warn_of_unread
 from server.routes.message_outputs import Event, MessageEvents, stopped, usage, vllm_start_usage, vllm_usage
-from server.schemas import anthropic_responses as wire
+from server.schemas import anthropic_answers as wire
 from server.schemas.anthropic import SENT_NAMES, CountTokensBody, MessagesBody
 from server.schemas.translation import translated_errors
-from server.serving.service import Job, Service
+from server.serving.admission import Reservation
+from server.serving.jobs import Job
+from server.serving.service import Service
 
 router = APIRouter(prefix="/v1", tags=["anthropic"], responses=ANTHROPIC_REFUSALS, route_class=BodyRoute)
 PING_SECONDS = 10.0  # without an event, while a tool call or its markers arrive
 
 
 @router.post("/messages", responses=answered_by(wire.Message, "text/event-stream"))
+@long_running
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Generate the next message of a conversation, in the format of Anthropic's Messages API."""
+    service: Service = request.app.state.service
     run = _MessageRun(request, body)
+    reservation = hold(request, service.admission.reserve(1))
+    job = await run.chat.tokenize()
     if body.stream:
-
-        def failed(exc: Exception) -> bytes:
-            status, found, _ = body_of(exc)
-            return _written([in_format_of(request.scope, status, found)])
-
-        return EventStream(run.stream(), failed, last=b"")
-    return JSONAnswer(run.answer)
+        return EventStream(
+            run.stream(job, reservation), lambda error: _written([failure(error, request.scope)]), last=b""
+        )
+    return JSONAnswer(await run.answer(job, reservation))
 
 
 @router.post("/messages/count_tokens", responses=answered_by(wire.TokenCount))
+@long_running
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     """Return the number of tokens of a message request's prompt."""
     service: Service = request.app.state.service
@@ -55,13 +60,10 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         conversation = chat.conversation()
     warn_of_unread(request, conversation, chat, SENT_NAMES)
 
-    async def answer() -> AsyncGenerator[dict[str, int], None]:
-        with translated_errors(SENT_NAMES, places):
-            prompt = await service.tokens.chat(conversation)
-        request.state.upload.release()
-        yield {"input_tokens": len(prompt.ids)}
-
-    return JSONAnswer(answer)
+    with translated_errors(SENT_NAMES, places):
+        prompt = await service.tokens.chat(conversation)
+    request.state.upload.release()
+    return JSONAnswer({"input_tokens": len(prompt.ids)})
 
 
 class _MessageRun:
@@ -75,34 +77,33 @@ class _MessageRun:
                 404, "thread: no conversation is stored here; send all its messages", type="not_found_error",
                 param="thread", code=THREAD_NOT_FOUND,
             )  # fmt: skip
-        chat, self._places = body.chat(_reasons(self._service))
+        chat, places = body.chat(_reasons(self._service))
         self._omits_thinking = body.omits_thinking
         self._max_tokens = body.max_tokens
         self._id = f"msg_{request.state.request_id}"
         self._model = body.model
         self._last_event = 0.0
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self._service, request, chat, self._id, SENT_NAMES, stops_at_context=True)
+        self.chat = ChatRun(self._service, request, chat, self._id, SENT_NAMES, places, stops_at_context=True)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the answer."""
-        async with aclosing(self._events(is_stream=True)) as events:
+    async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
+        """Run the job and yield the events of the answer."""
+        async with aclosing(self._events(job, reservation, is_stream=True)) as events:
             async for found in events:
                 written = self._sent(found)
                 if written:
                     yield written
 
-    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the whole message."""
+    async def answer(self, job: Job, reservation: Reservation) -> dict[str, Any]:
+        """Run the job and return the whole message."""
         message: dict[str, Any] = {}
-        async with aclosing(self._events(is_stream=False)) as events:
+        async with aclosing(self._events(job, reservation, is_stream=False)) as events:
             async for found in events:
                 for event in found:
                     if event["type"] == "message_start":
                         message = event["message"]
                     elif event["type"] == "message_delta":
                         message |= {**event["delta"], "content": self._output.content, "usage": event["usage"]}
-        yield message
+        return message
 
     def _sent(self, events: list[Event]) -> bytes:
         """Return events as they are sent; a ping if there were none for long, or b""."""
@@ -112,17 +113,16 @@ class _MessageRun:
         if not events:
             return b""
         self._last_event = now
-        return "".join(named_event(event["type"], event) for event in events).encode()
+        return _written(events)
 
-    async def _events(self, is_stream: bool) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, job: Job, reservation: Reservation, is_stream: bool) -> AsyncGenerator[list[Event], None]:
         """Yield the events of each piece of the output, in the order of Anthropic's streams; [] if there are none.
 
         Events of a stream that were written directly are left out.
         """
-        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
-            job = await self._run.submit()
-            parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
-            self._output = MessageEvents(self._run.short_ids, self._omits_thinking)
+        with self.chat.translated():
+            parser = self.chat.parser()
+            self._output = MessageEvents(self.chat.short_ids, self._omits_thinking)
 
             def of(deltas: list[OutputDelta]) -> list[Event]:
                 parts: list[Part] = [part for delta in deltas for part in parser.feed(delta.text_delta)]
@@ -132,7 +132,7 @@ class _MessageRun:
 
             direct = direct_writer(self._request, lambda delta: self._sent(of([delta]))) if is_stream else None
             start: list[Event] | None = None
-            async with aclosing(self._service.run(job, reservation, direct)) as arrivals:
+            async with aclosing(self._service.jobs.run(job, reservation, direct)) as arrivals:
                 async for deltas in arrivals:
                     found = of(deltas)
                     if start is None:

@@ -25,17 +25,20 @@ from engine.protocol.request import TokenLogprob
 from engine.text.parsing.chat import ChatParser, joined
 from engine.text.parsing.parts import Content, Part, Reasoning, ToolCall
 from server.http.body_route import BodyRoute
-from server.http.errors import WireError, aborted, body_of, in_format_of
+from server.http.errors import WireError, aborted, failure
+from server.http.long_running import hold, long_running
 from server.http.openapi import OLLAMA_REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent
 from server.routes.chat_outputs import call_id
 from server.routes.chat_run import ChatRun
 from server.routes.openai_answers import Spelling, chat_logprobs
-from server.schemas import ollama_responses as wire
+from server.schemas import ollama_answers as wire
 from server.schemas.ollama import SENT_NAMES, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from server.schemas.translation import translated_errors
+from server.serving.admission import Reservation
+from server.serving.jobs import Job
 from server.serving.output_budget import size_of
-from server.serving.service import Job, Service
+from server.serving.request_log import started
+from server.serving.service import Service
 from server.version import OLLAMA_VERSION
 
 router = APIRouter(prefix="/api", tags=["ollama"], responses=OLLAMA_REFUSALS, route_class=BodyRoute)
@@ -59,36 +62,31 @@ class LineStream(EventStream):
 
 
 @router.post("/chat", responses=answered_by(wire.OllamaChat, NDJSON))
+@long_running
 async def chat(body: OllamaChatBody, request: Request) -> Response:
     """Generate the next message of a conversation, in the format of Ollama's API."""
-    return _answer(body, request, _ChatLines)
+    return await _answer(body, request, _ChatLines)
 
 
 @router.post("/generate", responses=answered_by(wire.OllamaGenerated, NDJSON))
+@long_running
 async def generate(body: OllamaGenerateBody, request: Request) -> Response:
     """Answer a prompt, in the format of Ollama's API; with raw=true, without the chat template."""
-    return _answer(body, request, _GenerateLines)
+    return await _answer(body, request, _GenerateLines)
 
 
-def _answer(body: OllamaBody, request: Request, lines: type[_Lines]) -> Response:
+async def _answer(body: OllamaBody, request: Request, lines: type[_Lines]) -> Response:
     service: Service = request.app.state.service
     model = served_name(service, body.model)
     body.refuse_unsupported()
     if isinstance(body, OllamaChatBody | OllamaGenerateBody) and body.is_empty:
-
-        async def loaded() -> AsyncGenerator[dict[str, Any], None]:
-            yield lines(body.model).last({}, [], "load")
-
-        return JSONAnswer(loaded)
+        return JSONAnswer(lines(body.model).last({}, [], "load"))
     run = _Run(request, body, model, lines(body.model))
+    reservation = hold(request, service.admission.reserve(1))
+    job = await run.tokenize()
     if body.stream:
-
-        def failed(exc: Exception) -> bytes:
-            status, found, _ = body_of(exc)
-            return _written(in_format_of(request.scope, status, found))
-
-        return LineStream(run.stream(), failed, last=b"")
-    return JSONAnswer(run.answer)
+        return LineStream(run.stream(job, reservation), lambda error: _written(failure(error, request.scope)), last=b"")
+    return JSONAnswer(await run.answer(job, reservation))
 
 
 class _Lines:
@@ -148,59 +146,54 @@ class _Run:
                 "(--reasoning-parser); remove it",
                 param="think",
             )
-        found, self._places = body.chat(service.client.info().max_model_len)
+        found, places = body.chat(service.client.info().max_model_len)
         found.model = model
         self._prompt: str | None = None
         if isinstance(body, OllamaGenerateBody):
             has_template = tokenizer is None or tokenizer.has_chat_template
             if body.raw or not (has_template or body.system or body.think is not None):
                 self._prompt = body.prompt  # as Ollama does for a model without a template
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(service, request, found, self._id, SENT_NAMES, stops_at_context=True)
+        self._run = ChatRun(service, request, found, self._id, SENT_NAMES, places, stops_at_context=True)
         self._spelling = Spelling(service.tokens)
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the answer."""
-        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
-            job = await self._submit()
-            parser = self._parser()
-            async with aclosing(self._service.run(job, reservation)) as arrivals:
+    async def tokenize(self) -> Job:
+        """Return the job."""
+        if self._prompt is None:
+            return await self._run.tokenize()
+        with self._run.translated():
+            service, params = self._service, self._run.params
+            ids = await service.tokens.encode(self._prompt, "prompt")
+            if params.max_tokens is not None:
+                room = max(1, service.client.info().max_model_len - len(ids))
+                params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+            job = service.jobs.of_ids(self._id, self._prompt, ids, "prompt", params, 0)
+        started(self._request, [job])
+        return job
+
+    async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
+        """Run the job and yield the lines of the answer."""
+        jobs, parser = self._service.jobs, self._run.parser()
+        with self._run.translated():
+            async with aclosing(jobs.run(job, reservation)) as arrivals:
                 async for deltas in arrivals:
                     size = sum(size_of(delta.logprobs) for delta in deltas)
-                    written = await self._service.write_events(size, partial(self._pieces, parser, job, deltas))
+                    written = await jobs.write_events(size, partial(self._pieces, parser, job, deltas))
                     if written:
                         yield written
             yield _written(self._lines.last(_statistics(job), [], _done_reason(job)))
 
-    async def answer(self) -> AsyncGenerator[Any, None]:
-        """Yield the whole answer."""
-        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
-            job = await self._submit()
-            await self._service.finish([job], reservation)
-            choice, parser = job.choices[0], self._parser()
+    async def answer(self, job: Job, reservation: Reservation) -> Any:
+        """Run the job and return the whole answer."""
+        with self._run.translated():
+            await self._service.jobs.finish([job], reservation)
+            choice, parser = job.choices[0], self._run.parser()
             parts = joined([*parser.feed(choice.text), *parser.finish(choice.is_cut)])
             reason, statistics = _done_reason(job), _statistics(job)
-            yield await self._service.write(
+            return await self._service.jobs.write(
                 [job],
                 lambda part: part(self._lines.last(statistics, parts, reason, self._logprobs(choice.logprobs))),
                 reservation,
             )
-
-    async def _submit(self) -> Job:
-        if self._prompt is None:
-            return await self._run.submit()
-        service, params = self._service, self._run.params
-        ids = await service.tokens.encode(self._prompt, "prompt")
-        if params.max_tokens is not None:
-            room = max(1, service.client.info().max_model_len - len(ids))
-            params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
-        job = service.tokenized_job(self._id, self._prompt, ids, "prompt", params, 0)
-        self._request.state.jobs.append(job)  # for the log
-        self._request.state.upload.release()
-        return job
-
-    def _parser(self) -> ChatParser:
-        return self._run.make_parser() if self._run.make_parser is not None else ChatParser()
 
     def _pieces(self, parser: ChatParser, job: Job, deltas: Sequence[OutputDelta], _: WriteEvent) -> bytes:
         parts = [part for delta in deltas for part in parser.feed(delta.text_delta)]

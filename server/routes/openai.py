@@ -17,6 +17,7 @@ from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
 from server.http.keys import check_priority
 from server.http.load_report import load_reported
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, event, merge
 from server.routes import openai_answers as answers
@@ -25,11 +26,13 @@ from server.routes.chat_run import ChatRun
 from server.routes.openai_chunks import ChatChunkChoices, ChunkChoices, ChunkWriter, CompletionChunkChoices, Head
 from server.routes.server_defaults import apply_defaults
 from server.routes.vllm_keys import NullKeys, chat_keys, completion_keys
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.requests import ChatBody, CompletionBody, OpenAISampling, naming
+from server.serving.admission import Reservation
+from server.serving.jobs import Job
 from server.serving.output_budget import size_of
-from server.serving.request_log import stats
-from server.serving.service import Job, Service
+from server.serving.request_log import started, stats
+from server.serving.service import Service
 from server.serving.tokenization import Tokenization
 
 router = APIRouter(prefix="/v1", tags=["openai"], responses=REFUSALS, route_class=BodyRoute)
@@ -77,6 +80,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 @router.post("/completions", responses=answered_by(wire.Completion, "text/event-stream"))
+@long_running
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Complete one prompt or several, with n choices each, numbered prompt by prompt."""
     service: Service = request.app.state.service
@@ -87,95 +91,82 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     params, truncation = body.sampling(service.sampling_defaults()), body.truncation
     keys = completion_keys(service.config)
     prompts = _prompts(body.prompt)
-    head = new_head(service, request, body, "cmpl", "text_completion")
+    head = new_head(service, request, body.model, "cmpl", "text_completion")
 
-    async def submit() -> list[Job]:
-        with naming(body.sent_names()):
-            jobs = [
-                await service.job(
-                    head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens, truncation
-                )
-                for prompt in prompts
-            ]
-        request.state.jobs += jobs  # for the log
-        request.state.upload.release()
-        return jobs
+    service.admission.check_capacity(len(prompts), "prompt")
+    reservation = hold(request, service.admission.reserve(len(prompts) * params.n))
 
-    num_sequences = len(prompts) * params.n
-    service.check_capacity(len(prompts), "prompt")
+    with naming(body.sent_names()):
+        jobs = [
+            await service.jobs.tokenize(
+                head["id"], prompt, "prompt", params, body.priority, body.add_special_tokens, truncation
+            )
+            for prompt in prompts
+        ]
+    started(request, jobs)
+
     if body.stream:
         chunk_choices = CompletionChunkChoices(service.tokens, body, keys)
-        events = _stream(request, num_sequences, submit, head, body, chunk_choices, keys)
-        return load_reported(request, EventStream(events), service.load)
+        events = _stream(request, jobs, reservation, head, body, chunk_choices, keys)
+        return load_reported(request, EventStream(events), service.load())
+    await service.jobs.finish(jobs, reservation)
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(num_sequences) as reservation:
-            jobs = await submit()
-            await service.finish(jobs, reservation)
+    def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+        choices = [
+            part({**keys.choice, **_completion(service.tokens, body, number, job, choice)})
+            for number, (job, choice) in enumerate((job, choice) for job in jobs for choice in _returned(body, job))
+        ]
+        extra = {"stats": stats(jobs)} if body.return_stats else {}
+        usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
+        return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = [
-                    part({**keys.choice, **_completion(service.tokens, body, number, job, choice)})
-                    for number, (job, choice) in enumerate(
-                        (job, choice) for job in jobs for choice in _returned(body, job)
-                    )
-                ]
-                extra = {"stats": stats(jobs)} if body.return_stats else {}
-                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
-                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
-
-            yield await service.write(jobs, build, reservation)
-
-    return load_reported(request, JSONAnswer(answer), service.load)
+    content = await service.jobs.write(jobs, build, reservation)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
 @router.post("/chat/completions", responses=answered_by(wire.ChatCompletion, "text/event-stream"))
+@long_running
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Generate the next message of a conversation, using the model's chat template."""
     service: Service = request.app.state.service
-    head = new_head(service, request, body, "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = new_head(service, request, body.model, "chatcmpl", kind)
     apply_defaults(body, service.config)
     run, keys = ChatRun(service, request, body, head["id"]), chat_keys(service.config)
-    outputs = chat_outputs(service, body)
     echoed = echoed_message(body, run)
 
-    async def submit() -> list[Job]:
-        job = await run.submit()
-        outputs.make_parser, outputs.short_ids = run.make_parser, run.short_ids
-        return [job]
+    reservation = hold(request, service.admission.reserve(run.params.n))
+
+    job = await run.tokenize()
+    outputs = chat_outputs(service, body, run)
 
     if body.stream:
         chunk_choices = ChatChunkChoices(
             outputs, keys, echoed, service.config.compat == "vllm", with_versions=body.has_weight_versions
         )
-        events = _stream(request, run.params.n, submit, head, body, chunk_choices, keys)
-        return load_reported(request, EventStream(events), service.load)
+        events = _stream(request, [job], reservation, head, body, chunk_choices, keys)
+        return load_reported(request, EventStream(events), service.load())
+    await service.jobs.finish([job], reservation)
+    await outputs.parse(job.choices)
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(run.params.n) as reservation:
-            jobs = await submit()
-            await service.finish(jobs, reservation)
-            await outputs.parse(jobs[0].choices)
+    def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+        choices = [part(chat_choice(outputs, body, choice, keys, echoed)) for choice in job.choices]
+        extra: dict[str, Any] = {"stats": stats([job])} if body.return_stats else {}
+        if body.return_token_ids:
+            extra["prompt_token_ids"] = job.output.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, job, body.prompt_logprobs)
+        usage = {**keys.usage, **answers.usage([job], service.config.sends_prompt_tokens_details)}
+        return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
 
-            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                choices = [part(chat_choice(outputs, body, choice, keys, echoed)) for choice in jobs[0].choices]
-                extra: dict[str, Any] = {"stats": stats(jobs)} if body.return_stats else {}
-                if body.return_token_ids:
-                    extra["prompt_token_ids"] = jobs[0].output.prompt_token_ids
-                if body.prompt_logprobs is not None:
-                    extra["prompt_logprobs"] = answers.prompt_logprobs(service.tokens, jobs[0], body.prompt_logprobs)
-                usage = {**keys.usage, **answers.usage(jobs, service.config.sends_prompt_tokens_details)}
-                return {**keys.answer, **head, "choices": choices, "usage": usage, **extra}
-
-            yield await service.write(jobs, build, reservation)
-
-    return load_reported(request, JSONAnswer(answer), service.load)
+    content = await service.jobs.write([job], build, reservation)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
-def chat_outputs(service: Service, body: ChatBody) -> ChatOutputs:
+def chat_outputs(service: Service, body: ChatBody, run: ChatRun) -> ChatOutputs:
     """Return the formatter of a chat request's outputs."""
     return ChatOutputs(
-        service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
+        run, service.tokens, body.logprobs, body.include_reasoning is not False, body.return_tokens_as_token_ids,
         body.return_token_ids,
     )  # fmt: skip
 
@@ -202,14 +193,10 @@ def chat_choice(
 
 
 async def _stream(
-    request: Request,
-    num_sequences: int,
-    submit: Callable[[], Any],
-    head: Head,
-    body: OpenAISampling,
-    chunk_choices: ChunkChoices,
-    keys: NullKeys,
-) -> AsyncGenerator[bytes, None]:
+    request: Request, jobs: list[Job], reservation: Reservation, head: Head, body: OpenAISampling,
+    chunk_choices: ChunkChoices, keys: NullKeys,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    """Run the jobs and yield the events of their outputs."""
     service: Service = request.app.state.service
 
     def usage(unsent: int = 0) -> dict[str, Any]:
@@ -220,30 +207,28 @@ async def _stream(
             return head
         return {**head, "usage": usage(unsent) if body.continuous_usage else None}
 
-    with service.admission(num_sequences) as reservation:
-        jobs: list[Job] = await submit()
-        once: Head = dict(keys.first_chunk)
-        if body.return_token_ids and isinstance(body, ChatBody):
-            once["prompt_token_ids"] = jobs[0].output.prompt_token_ids
-        is_fixed = not (body.include_usage and body.continuous_usage)
-        writer = ChunkWriter(chunk_choices, shared, is_fixed, once)
-        direct = None  # several jobs have several readers, so that one may wait while the events of another are sent
-        if len(jobs) == 1:
-            direct = direct_writer(request, lambda delta: writer.of(jobs[0], 0, [delta]))
-        async with aclosing(merge([service.run(job, reservation, direct) for job in jobs])) as arrivals:
-            async for number, deltas in arrivals:
-                job = jobs[number]
-                size = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)
-                written = await service.write_events(size, partial(writer.of, job, number * job.params.n, deltas))
-                if written:
-                    yield written
-        last: dict[str, Any] = {}
-        if body.include_usage:
-            last["usage"] = usage()
-        if body.return_stats:
-            last["stats"] = stats(jobs)
-        if last:
-            yield event({**head, "choices": [], **last}).encode()
+    once: Head = dict(keys.first_chunk)
+    if body.return_token_ids and isinstance(body, ChatBody):
+        once["prompt_token_ids"] = jobs[0].output.prompt_token_ids
+    is_fixed = not (body.include_usage and body.continuous_usage)
+    writer = ChunkWriter(chunk_choices, shared, is_fixed, once)
+    direct = None  # several jobs have several readers, so that one may wait while the events of another are sent
+    if len(jobs) == 1:
+        direct = direct_writer(request, lambda delta: writer.of(jobs[0], 0, [delta]))
+    async with aclosing(merge([service.jobs.run(job, reservation, direct) for job in jobs])) as arrivals:
+        async for number, deltas in arrivals:
+            job = jobs[number]
+            size = sum(size_of(delta.logprobs) + size_of(delta.prompt_logprobs) for delta in deltas)
+            written = await service.jobs.write_events(size, partial(writer.of, job, number * job.params.n, deltas))
+            if written:
+                yield written
+    last: dict[str, Any] = {}
+    if body.include_usage:
+        last["usage"] = usage()
+    if body.return_stats:
+        last["stats"] = stats(jobs)
+    if last:
+        yield event({**head, "choices": [], **last}).encode()
 
 
 def _completion(
@@ -286,12 +271,12 @@ def _prompts(prompt: Any) -> Sequence[str | list[int]]:
     return [prompt] if type(prompt[0]) is int else prompt
 
 
-def new_head(service: Service, request: Request, body: OpenAISampling, prefix: str, kind: str) -> Head:
+def new_head(service: Service, request: Request, model: str | None, prefix: str, kind: str) -> Head:
     """Return the fields that a response and its chunks begin with. Raises WireError 503 until the model is loaded."""
     _ = service.tokens
     return {
         "id": f"{prefix}-{request.state.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": body.model or service.model_names()[0],
+        "model": model or service.model_names()[0],
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.protocol.outputs import CompletionOutput
 from engine.protocol.request import TokenLogprob
-from server.serving.service import Job
+from server.serving.jobs import Job
 from server.serving.tokenization import Tokenization
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity

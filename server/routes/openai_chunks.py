@@ -16,7 +16,7 @@ from server.routes import openai_answers as answers
 from server.routes.chat_outputs import ChatOutputs, OutputStream
 from server.routes.vllm_keys import NullKeys
 from server.schemas.requests import CompletionBody
-from server.serving.service import Job
+from server.serving.jobs import Job
 from server.serving.tokenization import Tokenization
 
 Head = dict[str, Any]  # fields shared by a response and all its chunks: id, object, created, model
@@ -132,13 +132,9 @@ class ChatChunkChoices:
     """
 
     def __init__(
-        self,
-        outputs: ChatOutputs,
-        keys: NullKeys,
-        echoed: str = "",
-        joins_end: bool = False,
+        self, outputs: ChatOutputs, keys: NullKeys, echoed: str = "", joins_end: bool = False,
         with_versions: bool = False,
-    ):
+    ):  # fmt: skip
         self._outputs, self._keys, self._echoed, self._joins_end = outputs, keys, echoed, joins_end
         self._with_versions = with_versions
         self._streams: dict[int, OutputStream] = {}

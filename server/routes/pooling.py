@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,12 @@ from engine.text.scoring import cosine, pairs_of
 from server.http.body_route import BodyRoute
 from server.http.keys import check_priority
 from server.http.load_report import load_reported
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import JSONAnswer
 from server.routes import openai_answers as answers
-from server.schemas import responses as wire
+from server.routes.openai import new_head
+from server.schemas import answers as wire
 from server.schemas.pooling import (
     EmbeddingBody,
     InputFields,
@@ -35,28 +36,33 @@ from server.schemas.pooling import (
 )
 from server.schemas.requests import naming
 from server.schemas.truncation import Truncation
-from server.serving.service import Job, Reservation, Service
+from server.serving.jobs import Job
+from server.serving.request_log import started
+from server.serving.service import Service
 
 router = APIRouter(tags=["pooling"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post("/v1/embeddings", responses=answered_by(wire.Embeddings))
+@long_running
 async def embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Return one vector per input: by default the last token's hidden state, normalised."""
     service = _service(body, request)
-    return _vectors(service, request, body, "embed", "embd", "embedding", "embedding")
+    return await _vectors(service, request, body, "embed", "embd", "embedding", "embedding")
 
 
 @router.post("/pooling", responses=answered_by(wire.Pooled))
+@long_running
 async def pooling(body: PoolingBody, request: Request) -> Response:
     """Return one vector per input, the vectors of its tokens, or the outputs of the model's classification head."""
     service = _service(body, request)
     task = body.task or ("classify" if service.client.info().num_labels else "embed")
-    return _vectors(service, request, body, task, "pool", "pooling", "data")
+    return await _vectors(service, request, body, task, "pool", "pooling", "data")
 
 
 @router.post("/score", include_in_schema=False)
 @router.post("/v1/score", responses=answered_by(wire.Scores))
+@long_running
 async def score(body: ScoreBody, request: Request) -> Response:
     """Return how well each document matches its query."""
     service = _service(body, request)
@@ -64,15 +70,16 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
     def build(scores: list[float], usage: dict[str, Any]) -> dict[str, Any]:
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-        head = _head(service, request, body, "score")
+        head = new_head(service, request, body.model, "score", "list")
         return {**head, "data": data, "usage": usage}
 
-    return _scores(service, request, body, names, queries, documents, build)
+    return await _scores(service, request, body, names, queries, documents, build)
 
 
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank", responses=answered_by(wire.Reranked))
+@long_running
 async def rerank(body: RerankBody, request: Request) -> Response:
     """Return the documents that match a query best, best first."""
     service = _service(body, request)
@@ -86,11 +93,11 @@ async def rerank(body: RerankBody, request: Request) -> Response:
         results = [{"index": index, **document, "relevance_score": scores[index]} for index in order]
         for one in results if document else ():
             one["document"] = {"text": body.documents[one["index"]]}
-        head = _head(service, request, body, "rerank")
+        head = new_head(service, request, body.model, "rerank", "list")
         tokens = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
         return {"id": head["id"], "model": head["model"], "usage": tokens, "results": results}
 
-    return _scores(service, request, body, ("query", "documents"), [body.query], body.documents, build)
+    return await _scores(service, request, body, ("query", "documents"), [body.query], body.documents, build)
 
 
 def _service(body: PoolingFields, request: Request) -> Service:
@@ -103,49 +110,38 @@ def _service(body: PoolingFields, request: Request) -> Service:
     return service
 
 
-def _head(service: Service, request: Request, body: PoolingFields, prefix: str) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{request.state.request_id}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": body.model or service.model_names()[0],
-    }
-
-
 # ---- vectors -------------------------------------------------------------------------------------------------------
 
 
-def _vectors(
+async def _vectors(
     service: Service, request: Request, body: InputFields, task: str, prefix: str, kind: str, field: str
 ) -> Response:
     """Answer with a vector, or several, of each input. `kind` and `field` name an entry and its vector."""
     info, inputs = service.client.info(), body.inputs
-    service.check_capacity(len(inputs), "input")
+    service.admission.check_capacity(len(inputs), "input")
     params, finish = _task(body, task, info), _finisher(body, task, info)
     before, truncation = info.pooling.prompt(body.prompt_name), body.truncation
-    head = _head(service, request, body, prefix)
+    head = new_head(service, request, body.model, prefix, "list")
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(len(inputs), "input") as reservation:
-            jobs = []
-            for index, one in enumerate(inputs):
-                param = "input" if isinstance(body.input, str) or one is body.input else f"input[{index}]"
-                text = before + one if isinstance(one, str) else one
-                ids = await _input_ids(service, text, param, body.add_special_tokens, truncation)
-                with naming({"return_hidden_states": "task"} if params.return_hidden_states else {}):
-                    jobs.append(await service.job(head["id"], ids, param, params, body.priority))
-            await _run(service, request, jobs, reservation)
+    reservation = hold(request, service.admission.reserve(len(inputs), "input"))
+    jobs = []
+    for index, one in enumerate(inputs):
+        param = "input" if isinstance(body.input, str) or one is body.input else f"input[{index}]"
+        text = before + one if isinstance(one, str) else one
+        ids = await _input_ids(service, text, param, body.add_special_tokens, truncation)
+        with naming({"return_hidden_states": "task"} if params.return_hidden_states else {}):
+            jobs.append(await service.jobs.tokenize(head["id"], ids, param, params, body.priority))
+    started(request, jobs)
+    await service.jobs.finish(jobs, reservation)
 
-            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                data = [
-                    part({"index": index, "object": kind, field: _encode(finish(job), body.encoding_format)})
-                    for index, job in enumerate(jobs)
-                ]
-                return {**head, "data": data, "usage": _usage(service, jobs)}
+    def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+        data = [
+            part({"index": index, "object": kind, field: _encode(finish(job), body.encoding_format)})
+            for index, job in enumerate(jobs)
+        ]
+        return {**head, "data": data, "usage": _usage(service, jobs)}
 
-            yield await service.write(jobs, build, reservation)
-
-    return load_reported(request, JSONAnswer(answer), service.load)
+    return load_reported(request, JSONAnswer(await service.jobs.write(jobs, build, reservation)), service.load())
 
 
 def _task(body: InputFields, task: str, info: ModelInfo) -> SamplingParams:
@@ -214,12 +210,6 @@ async def _input_ids(
     return ids
 
 
-async def _run(service: Service, request: Request, jobs: list[Job], reservation: Reservation) -> None:
-    request.state.jobs += jobs  # for the log
-    request.state.upload.release()
-    await service.finish(jobs, reservation)
-
-
 def _usage(service: Service, jobs: list[Job]) -> dict[str, Any]:
     """Return the `usage` object. The token that a score reads is not part of the answer."""
     usage = answers.usage(jobs, service.config.sends_prompt_tokens_details)
@@ -229,15 +219,10 @@ def _usage(service: Service, jobs: list[Job]) -> dict[str, Any]:
 # ---- scores --------------------------------------------------------------------------------------------------------
 
 
-def _scores(
-    service: Service,
-    request: Request,
-    body: ScoredFields,
-    names: tuple[str, str],
-    queries: Sequence[str],
-    documents: Sequence[str],
-    build: Callable[[list[float], dict[str, Any]], dict[str, Any]],
-) -> Response:
+async def _scores(
+    service: Service, request: Request, body: ScoredFields, names: tuple[str, str], queries: Sequence[str],
+    documents: Sequence[str], build: Callable[[list[float], dict[str, Any]], dict[str, Any]],
+) -> Response:  # fmt: skip
     """Answer with what `build` makes of the scores of the pairs and of the usage."""
     scoring, pairs = service.scoring, pairs_of(queries, documents, names)
     scoring.check(body.instruction)
@@ -246,47 +231,41 @@ def _scores(
             "use_activation has no effect on the cosine of two embeddings: remove it", param="use_activation"
         )
     count = len(queries) + len(documents) if scoring.kind == "cosine" else len(pairs)
-    service.check_capacity(count, names[1])
+    service.admission.check_capacity(count, names[1])
     truncation = body.truncation_at(None)
     public_id = f"score-{request.state.request_id}"
 
-    async def of_pairs(reservation: Reservation) -> tuple[list[Job], Callable[[], list[float]]]:
-        info = service.client.info()
-        longest = info.pooling.longest(info.max_model_len - (scoring.params.max_tokens or 0))
-        limit = None if truncation is None else longest if truncation.limit == -1 else truncation.limit
-        params, jobs = dataclasses.replace(scoring.params, cache_salt=body.cache_salt or ""), []
-        first, second = await _cut_texts(service, body, names, queries, documents)
-        for query, document in pairs:
-            param = _place(names[1], document, documents)
-            texts = first[query], second[document]
-            ids = await service.tokens.pair(scoring, *texts, body.instruction, limit, param)
-            info.pooling.check_length(len(ids), longest, param)
-            jobs.append(await service.job(public_id, ids, param, params, body.priority))
-        await _run(service, request, jobs, reservation)
-        activates = body.use_activation is not False
-        return jobs, lambda: [scoring.score(job.choices[0], activates) for job in jobs]
-
-    async def of_embeddings(reservation: Reservation) -> tuple[list[Job], Callable[[], list[float]]]:
-        config, jobs, before = service.client.info().pooling, [], service.client.info().pooling.prompt(None)
-        params = SamplingParams(
-            max_tokens=0, temperature=0.0, pooling=config.mode, cache_salt=body.cache_salt or ""
-        )  # fmt: skip
-        cut = await _cut_texts(service, body, names, queries, documents)
+    reservation = hold(request, service.admission.reserve(count, names[1]))
+    cut, jobs = await _cut_texts(service, body, names, queries, documents), []
+    info, salt = service.client.info(), body.cache_salt or ""
+    if scoring.kind == "cosine":
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=info.pooling.mode, cache_salt=salt)
+        before = info.pooling.prompt(None)
         for name, texts in zip(names, cut, strict=True):
             for index, text in enumerate(texts):
                 param = _place(name, index, texts)
                 ids = await _input_ids(service, before + text, param, True, truncation)
-                jobs.append(await service.job(public_id, ids, param, params, body.priority))
-        await _run(service, request, jobs, reservation)
-        vectors = [_rows(job)[0] for job in jobs]
-        return jobs, lambda: [cosine(vectors[query], vectors[len(queries) + document]) for query, document in pairs]
+                jobs.append(await service.jobs.tokenize(public_id, ids, param, params, body.priority))
+    else:
+        longest = info.pooling.longest(info.max_model_len - (scoring.params.max_tokens or 0))
+        limit = None if truncation is None else longest if truncation.limit == -1 else truncation.limit
+        params = dataclasses.replace(scoring.params, cache_salt=salt)
+        for query, document in pairs:
+            param = _place(names[1], document, documents)
+            ids = await service.tokens.pair(scoring, cut[0][query], cut[1][document], body.instruction, limit, param)
+            info.pooling.check_length(len(ids), longest, param)
+            jobs.append(await service.jobs.tokenize(public_id, ids, param, params, body.priority))
+    started(request, jobs)
+    await service.jobs.finish(jobs, reservation)
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(count, names[1]) as reservation:
-            jobs, scores = await (of_embeddings if scoring.kind == "cosine" else of_pairs)(reservation)
-            yield await service.write(jobs, lambda _: build(scores(), _usage(service, jobs)), reservation)
+    def scores() -> list[float]:
+        if scoring.kind == "cosine":
+            vectors = [_rows(job)[0] for job in jobs]
+            return [cosine(vectors[query], vectors[len(queries) + document]) for query, document in pairs]
+        return [scoring.score(job.choices[0], body.use_activation is not False) for job in jobs]
 
-    return load_reported(request, JSONAnswer(answer), service.load)
+    content = await service.jobs.write(jobs, lambda _: build(scores(), _usage(service, jobs)), reservation)
+    return load_reported(request, JSONAnswer(content), service.load())
 
 
 async def _cut_texts(

@@ -14,7 +14,7 @@ from server.http.body_route import BodyRoute
 from server.http.openapi import REFUSALS, answered_by, failing
 from server.routes.openai import chat_completions, completions
 from server.routes.server_info import health
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas.requests import ChatBody, CompletionBody
 
 router = APIRouter(tags=["sagemaker"], responses=REFUSALS, route_class=BodyRoute)

@@ -12,7 +12,7 @@ from server.http.openapi import NOT_SERVING, answered_by, failing
 from server.observability.exposition import exposition
 from server.pages import graphs as graphs_page
 from server.pages import page
-from server.schemas import responses as answers
+from server.schemas import answers
 from server.serving.generation_probe import GenerationProbe
 from server.serving.service import Service
 from server.version import VLLM_VERSION, version
@@ -53,7 +53,7 @@ async def health_generate(request: Request) -> Response:
 async def load(request: Request) -> dict[str, int]:
     """Return the number of requests that are being processed, as in vLLM."""
     service: Service = request.app.state.service
-    return {"server_load": service.all_unanswered}
+    return {"server_load": service.admission.all_unanswered}
 
 
 @router.get("/version", responses=answered_by(answers.Version))

@@ -6,6 +6,7 @@ A choice says which weights produced which of its tokens, and has the finish rea
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,24 @@ from engine.protocol.outputs import CompletionOutput, OutputDelta
 from engine.protocol.request import TokenLogprob
 from server.http.body_route import BodyRoute
 from server.http.keys import check_priority
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, WriteEvent, event
 from server.routes import openai_answers as answers
+from server.schemas.answers import TokenGenerated
 from server.schemas.foreign_fields import TOKENS
-from server.schemas.responses import TokenGenerated
 from server.schemas.token_generate import TokenGenerateBody
+from server.serving.admission import Reservation
+from server.serving.jobs import Job
 from server.serving.output_budget import size_of
-from server.serving.service import Job, Service
+from server.serving.request_log import started
+from server.serving.service import Service
 
 router = APIRouter(tags=["native"], responses=REFUSALS, route_class=BodyRoute)
 
 
 @router.post(TOKENS, responses=answered_by(TokenGenerated, "text/event-stream"))
+@long_running
 async def generate_tokens(body: TokenGenerateBody, request: Request) -> Response:
     """Generate token ids from token ids, in vLLM's format, with the weight versions of the tokens."""
     service: Service = request.app.state.service
@@ -37,56 +43,51 @@ async def generate_tokens(body: TokenGenerateBody, request: Request) -> Response
     check_priority(request, body.priority)
     params = body.sampling()
     request_id = body.request_id or request.state.request_id
-    service.check_capacity(1, "token_ids")
+    service.admission.check_capacity(1, "token_ids")
     wanted_prompt = params.prompt_logprobs  # as the client gave it
+    reservation = hold(request, service.admission.reserve(params.n))
 
-    async def submit() -> Job:
-        job = await service.job(request_id, body.token_ids, "token_ids", params, body.priority)
-        request.state.jobs.append(job)  # for the access log
-        request.state.upload.release()
-        return job
-
-    def usage(job: Job) -> dict[str, Any]:
-        return answers.usage([job], service.config.sends_prompt_tokens_details)
+    job = await service.jobs.tokenize(request_id, body.token_ids, "token_ids", params, body.priority)
+    started(request, [job])
 
     if body.stream:
+        return EventStream(_stream(service, job, reservation, body))
+    await service.jobs.finish([job], reservation)
 
-        async def events() -> AsyncGenerator[bytes, None]:
-            with service.admission(params.n, "n") as reservation:
-                job = await submit()
-                async for deltas in service.run(job, reservation):
-                    size = sum(size_of(delta.logprobs) for delta in deltas)
-                    extra = {"usage": usage(job)} if body.continuous_usage else {}
-                    written = await service.write_events(size, partial(_events, request_id, job, deltas, extra))
-                    if written:
-                        yield written
-                if body.include_usage:
-                    yield event({"request_id": request_id, "choices": [], "usage": usage(job)}).encode()
+    def build(part: Callable[[Any], Any]) -> dict[str, Any]:
+        of_prompt = None
+        if wanted_prompt is not None:
+            of_prompt = answers.prompt_logprobs(service.tokens, job, wanted_prompt)
+        found = {
+            "request_id": request_id,
+            "model": body.model or service.model_names()[0],
+            "choices": [part(_choice(job, choice)) for choice in job.choices],
+            "prompt_logprobs": of_prompt,
+            "kv_transfer_params": None,
+            "usage": _usage(service, job),
+        }
+        return found | {"prompt_token_ids": job.output.prompt_token_ids} if body.return_token_ids else found
 
-        return EventStream(events())
+    return JSONAnswer(await service.jobs.write([job], build, reservation))
 
-    async def answer() -> AsyncGenerator[Any, None]:
-        with service.admission(params.n, "n") as reservation:
-            job = await submit()
-            await service.finish([job], reservation)
 
-            def build(part: Callable[[Any], Any]) -> dict[str, Any]:
-                of_prompt = None
-                if wanted_prompt is not None:
-                    of_prompt = answers.prompt_logprobs(service.tokens, job, wanted_prompt)
-                found = {
-                    "request_id": request_id,
-                    "model": body.model or service.model_names()[0],
-                    "choices": [part(_choice(job, choice)) for choice in job.choices],
-                    "prompt_logprobs": of_prompt,
-                    "kv_transfer_params": None,
-                    "usage": usage(job),
-                }
-                return found | {"prompt_token_ids": job.output.prompt_token_ids} if body.return_token_ids else found
+async def _stream(
+    service: Service, job: Job, reservation: Reservation, body: TokenGenerateBody
+) -> AsyncGenerator[bytes, None]:
+    """Run the job and yield the events of its output."""
+    async with aclosing(service.jobs.run(job, reservation)) as arrivals:
+        async for deltas in arrivals:
+            size = sum(size_of(delta.logprobs) for delta in deltas)
+            extra = {"usage": _usage(service, job)} if body.continuous_usage else {}
+            written = await service.jobs.write_events(size, partial(_events, job, deltas, extra))
+            if written:
+                yield written
+    if body.include_usage:
+        yield event({"request_id": job.public_id, "choices": [], "usage": _usage(service, job)}).encode()
 
-            yield await service.write([job], build, reservation)
 
-    return JSONAnswer(answer)
+def _usage(service: Service, job: Job) -> dict[str, Any]:
+    return answers.usage([job], service.config.sends_prompt_tokens_details)
 
 
 def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
@@ -100,9 +101,7 @@ def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
     }
 
 
-def _events(
-    request_id: str, job: Job, deltas: Iterable[OutputDelta], extra: dict[str, Any], write: WriteEvent
-) -> bytes:
+def _events(job: Job, deltas: Iterable[OutputDelta], extra: dict[str, Any], write: WriteEvent) -> bytes:
     """Return an event for each delta with new tokens, or that ends its choice, which then has the weight versions."""
     written = []
     for delta in deltas:
@@ -116,7 +115,7 @@ def _events(
             "weight_versions": answers.weight_versions(job.choices[delta.index]) if delta.finish_reason else None,
             **_support(job, delta.logprobs or ()),
         }
-        written.append(write({"request_id": request_id, "choices": [choice], **extra}))
+        written.append(write({"request_id": job.public_id, "choices": [choice], **extra}))
     return "".join(written).encode()
 
 

@@ -12,7 +12,7 @@ from server.http.body_route import BodyRoute
 from server.http.keys import check_own_template
 from server.http.openapi import REFUSALS, answered_by
 from server.routes.hints import warn_of_unread
-from server.schemas import responses as answers
+from server.schemas import answers
 from server.schemas.requests import DetokenizeBody, TokenizeBody
 from server.serving.service import Service
 

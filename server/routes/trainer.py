@@ -18,7 +18,7 @@ from graph_cache.validation import did_you_mean
 from server.http.body_route import BodyRoute
 from server.http.errors import WireError
 from server.http.openapi import ADMIN_REFUSALS, NOT_SUPPORTED, answered_by
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.schemas import trainer as bodies
 from server.serving.service import Service
 

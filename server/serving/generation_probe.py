@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from contextlib import aclosing
 
@@ -23,7 +22,6 @@ class GenerationProbe:
         self._service = service
         self._running: asyncio.Task[None] | None = None
         self._passed_at = float("-inf")
-        self._numbers = itertools.count()
 
     async def check(self) -> None:
         """Return once a token was generated, now or up to FRESH_SECONDS ago.
@@ -57,12 +55,10 @@ class GenerationProbe:
         self._passed_at = time.monotonic()
 
     async def _generate(self) -> None:
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        if not self._service.client.info().generates_text:
+        client, params = self._service.client, SamplingParams(max_tokens=1, temperature=0.0)
+        if not client.info().generates_text:
             params = SamplingParams(max_tokens=0, temperature=0.0, pooling="last")
-        deltas = self._service.client.stream(
-            f"health:{next(self._numbers)}", prompt_token_ids=[0], params=params, priority=FIRST
-        )
+        deltas = client.stream(client.new_id(), prompt_token_ids=[0], params=params, priority=FIRST)
         async with aclosing(deltas):
             async for _ in deltas:
                 pass

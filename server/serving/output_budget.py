@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +18,10 @@ VALUE_BYTES = 44  # of one value of a hidden state, in memory and while it is wr
 
 
 class Share:
-    """The part of the budget that one request holds. `abort` is called if the request has to give way."""
+    """The part of the budget that one request holds. `running` are its jobs' ids, to abort if it has to give way."""
 
-    def __init__(self, abort: Callable[[], None]):
-        self.abort = abort
+    def __init__(self) -> None:
+        self.running: set[str] = set()
         self.held = 0
         self.is_sent = False  # the answer is on its way to the client: it can't give way any more
         self.error: WireError | None = None  # set when it has to give way
@@ -29,11 +31,12 @@ class OutputBudget:
     """Bytes of log-probabilities and hidden states that wait for the end of their answers: `max_bytes` in all.
 
     If more arrive, the running request that holds most is aborted with 503, so that one request can't fail the others.
-    An answer counts until it is sent.
+    An answer counts until it is sent. `abort` is the engine client's.
     """
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, abort: Callable[[str], Coroutine[Any, Any, None]]):
+        self.max_bytes, self._abort = max_bytes, abort
+        self._aborts: set[asyncio.Task[None]] = set()
         self.used = 0
         self._shares: set[Share] = set()
 
@@ -68,7 +71,10 @@ class OutputBudget:
             "limit (--max-total-logprob-bytes), and this request has most of them: ask for fewer, or for fewer prompts",
             type="service_unavailable_error", code="too_many_logprobs",
         )  # fmt: skip
-        share.abort()
+        for running in share.running:
+            task = asyncio.create_task(self._abort(running))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
 
 def size_of(logprobs: TokenLogprobs | None) -> int:

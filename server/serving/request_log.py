@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.observability.logs import FIELDS
 
 if TYPE_CHECKING:
-    from server.serving.service import Job
+    from server.serving.jobs import Job
 
 
 PROBES = ("/", "/graphs", "/health", "/ping", "/ready", "/metrics")  # polled about every second
@@ -28,7 +29,7 @@ access = logging.getLogger("encore.access")
 class RequestLog:
     """ASGI middleware that logs each request when its response is complete or its client has disconnected.
 
-    Sets `state["jobs"]`, a list to which a route appends its jobs. Successful probes are not logged. Must be inside
+    Sets `state["jobs"]`, the list that `started` extends. Successful probes are not logged. Must be inside
     RequestIds.
     """
 
@@ -69,6 +70,12 @@ class RequestLog:
             "client": (scope.get("client") or ("",))[0],
         }
         access.info("request", extra={FIELDS: fields | summary(jobs)})
+
+
+def started(request: Request, jobs: Sequence[Job]) -> None:
+    """Log these jobs with their request, and stop counting its body: they have what it said."""
+    request.state.jobs.extend(jobs)
+    request.state.upload.release()
 
 
 def summary(jobs: Sequence[Job]) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class ServiceCollector:
         """Yield the server's metric families, and the model's families once it is loaded."""
         service = self._service
         yield gauge_family("ready", "1 while the server is ready, else 0.", not service.reasons_not_ready())
-        yield gauge_family("num_requests_in_flight", "Admitted sequences that have not ended.", service.all_in_flight)
+        yield gauge_family(
+            "num_requests_in_flight", "Admitted sequences that have not ended.", service.admission.all_in_flight
+        )
         yield gauge_family(
             "request_body_bytes",
             "Bytes of request bodies that arrive or wait to be tokenized, beyond 64 KiB of each.",

@@ -117,7 +117,7 @@ class StatusBoard:
             "reasons": service.reasons_not_ready(),
             "warm": dict(service.client.health().warm),
             "model": None,
-            "queue": {"in_flight": service.all_in_flight, "limit": service.config.max_waiting},
+            "queue": {"in_flight": service.admission.all_in_flight, "limit": service.config.max_waiting},
             "history": {"step": STEP_SECONDS, **self._history.columns()},
         }
         if not service.started:

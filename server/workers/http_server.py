@@ -195,8 +195,8 @@ class Server(uvicorn.Server):
     async def _drain_and_exit(self) -> None:
         """Refuse new requests with 503, wait for running ones up to the drain limit, abort the rest, and exit."""
         limit = self._service.config.drain_seconds
-        if not await self._service.drain(limit):
-            unanswered = self._service.unanswered
+        if not await self._service.admission.drain(limit):
+            unanswered = self._service.admission.unanswered
             log.warning("%d requests are not answered %g s after the signal and are aborted", unanswered, limit)
             await self._service.close()
         self.should_exit = True

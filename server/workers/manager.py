@@ -26,8 +26,8 @@ from engine.utils.processes.signals import handle_stop_signals
 from server.config import ServerConfig
 from server.keys import Keys
 from server.observability.shared_counters import ROW_DOUBLES, SharedCounters
+from server.serving.lifecycle import STARTED
 from server.serving.response_store import MEMORY
-from server.serving.service import STARTED
 from server.version import version
 from server.workers import api_worker
 from server.workers.http_server import (

@@ -20,7 +20,7 @@ from server.cli.settings import NOT_OFFERED
 from server.config import ServerConfig
 from server.http import connections
 from server.schemas import requests, tools
-from server.serving import service
+from server.serving import jobs
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/operations.md").read_text("utf-8")
 SECTION = PAGE.partition("\n## Limits\n")[2].partition("\n## ")[0]
@@ -51,7 +51,7 @@ VALUES = {
     "a stream's unread output": (output_queue.UNREAD_BYTES, output_queue.UNREAD_BYTES_PER_SEQUENCE),
     "tools": (tools.MAX_TOOLS,),
     "n and best_of": (sampling.MAX_N,),
-    "hidden states of a prompt": (service.MAX_HIDDEN_VALUES,),
+    "hidden states of a prompt": (jobs.MAX_HIDDEN_VALUES,),
     "stop": (sampling.MAX_STOP_STRINGS, sampling.MAX_STOP_CHARS),
     "stop_token_ids": (sampling.MAX_STOP_TOKEN_IDS,),
     "logit_bias": (sampling.MAX_BIASED_TOKENS,),

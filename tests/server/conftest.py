@@ -77,7 +77,7 @@ class RunningServer:
 
         def idle() -> bool:
             stats = self.service.client.stats()
-            return self.service.in_flight == 0 and stats.num_running == 0 and stats.num_waiting == 0
+            return self.service.admission.in_flight == 0 and stats.num_running == 0 and stats.num_waiting == 0
 
         self.wait(idle, "idleness")
 

@@ -31,7 +31,7 @@ def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:
         server.wait_idle()
         client = server.service.client
         server.wait(lambda: client.num_pending == 0, "the last streams' ends")
-        assert server.service.in_flight == 0 and client.stats().kv_cache_usage == 0
+        assert server.service.admission.in_flight == 0 and client.stats().kv_cache_usage == 0
         server.wait(lambda: sum(client.stats().ended.values()) == ended(server) >= 55, "each end to be counted once")
 
 

@@ -204,6 +204,18 @@ async def test_a_request_id_is_rejected_while_in_use_and_reusable_afterwards(cli
     assert tokens(await collect(client, "a", PROMPTS[0], greedy(20))) == reference.greedy(PROMPTS[0], 20)
 
 
+async def test_the_engine_knows_a_request_by_its_new_id(client):
+    """A name that looks like an id is no id."""
+    ids = [client.new_id(), client.new_id()]
+    running = asyncio.create_task(collect(client, ids[0], [5, 6], greedy(4000, n=2)))
+    named = asyncio.create_task(collect(client, str(ids[1]), PROMPTS[0], greedy(9)))
+    await until(lambda: client.stats().num_running >= 2, "the requests")
+    await client.abort(ids[0])
+    assert {delta.child_id for delta in await running} == {f"{ids[0]}#0", f"{ids[0]}#1"}
+    children = {delta.child_id for delta in await named}
+    assert len(children) == 1 and not children & set(ids)
+
+
 async def test_an_id_that_looks_like_another_requests_child_is_independent(client, reference):
     many = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(60, n=2)))
     await asyncio.sleep(0.01)

@@ -118,7 +118,7 @@ def test_a_conversation_in_a_terminal(long_server, terminal):
     shell.send("/set temperature 2\n")
     shell.wait_for(">>> ")
     shell.send(QUESTION + "\n")
-    long_server.wait(lambda: long_server.service.in_flight == 1, "the request")
+    long_server.wait(lambda: long_server.service.admission.in_flight == 1, "the request")
     shell.send("\x03")
     assert "(stopped)" in shell.wait_for(">>> ")
     long_server.wait_idle()

@@ -83,7 +83,7 @@ def test_a_client_that_closes_both_sides_still_aborts_its_request(long_server, s
     generated = long_server.metric("encore_generation_tokens_total")
     with connect(long_server) as connection:
         connection.sendall(request(LONG | {"stream": stream}))
-        long_server.wait(lambda: long_server.service.in_flight == 1, "the request")
+        long_server.wait(lambda: long_server.service.admission.in_flight == 1, "the request")
     start = time.monotonic()
     long_server.wait_idle()
     assert time.monotonic() - start < 5

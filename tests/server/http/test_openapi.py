@@ -11,7 +11,7 @@ import pytest
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.openapi import ADMIN_REFUSALS, REFUSALS, Document
-from server.schemas import responses as answers
+from server.schemas import answers as answers
 from server.schemas.requests import RANGES
 from tests.server.http.test_request_sizes import LongestTurn
 

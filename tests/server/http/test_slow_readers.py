@@ -63,10 +63,10 @@ def test_unread_responses_do_not_hold_queue_capacity(start_server):
     with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
         with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
             server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end", 60)
-            server.wait(lambda: server.service.in_flight == 0, "the release of the queue capacity")
-            assert server.service.unanswered == 4  # no client has read its response
+            server.wait(lambda: server.service.admission.in_flight == 0, "the release of the queue capacity")
+            assert server.service.admission.unanswered == 4  # no client has read its response
             assert len(server.answer("/generate", {"text": "blue"})["output_ids"]) > 0
-    server.wait(lambda: server.service.unanswered == 0, "their leaving")
+    server.wait(lambda: server.service.admission.unanswered == 0, "their leaving")
 
 
 @pytest.mark.parametrize("prompts", ["red", ["red", "blue"]])
@@ -75,7 +75,7 @@ def test_a_stream_that_is_read_too_slowly_is_aborted_with_an_error(start_server,
     wanted = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
     with asked(server, "/generate", STREAM | ALTERNATIVES | {"text": prompts, "sampling_params": wanted}) as connection:
         server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the abort", 60)
-        server.wait(lambda: server.service.in_flight == 0, "the release of the queue capacity")
+        server.wait(lambda: server.service.admission.in_flight == 0, "the release of the queue capacity")
         assert 0 < generated(server) < 4000  # of 8,000 or 16,000
         received = whole(connection)
     assert b'"code":"reader_too_slow"' in received and received.count(b"data: [DONE]") == 1
@@ -98,7 +98,10 @@ def test_a_connection_that_reads_nothing_is_reset_in_time(start_server, stream):
         server.wait(lambda: is_reset(connection), "the reset", 30)
         with pytest.raises(ConnectionResetError):
             whole(connection)
-        server.wait(lambda: server.service.unanswered == server.service.in_flight == 0, "the end of the request")
+        server.wait(
+            lambda: server.service.admission.unanswered == server.service.admission.in_flight == 0,
+            "the end of the request",
+        )
     assert time.monotonic() - start < 60
 
 

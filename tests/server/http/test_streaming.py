@@ -8,15 +8,17 @@ import time
 
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.responses import Response
 
 from engine.errors import EngineDead, QueueFull, RequestError
 from engine.protocol.outputs import OutputDelta, RequestOutput
 from engine.protocol.request import SamplingParams
 from server.http.errors import OUTCOMES, WireError, body_of, error_body
+from server.http.long_running import long_running
 from server.http.streaming import EventStream, event, merge
 from server.observability.metrics import RequestMetrics
 from server.observability.shared_counters import SharedCounters
-from server.serving.service import Job
+from server.serving.jobs import Job
 
 
 class Source:
@@ -82,8 +84,14 @@ class Connection:
         self.sent.append(message)
 
     async def answer(self, events):
-        scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
-        await asyncio.wait_for(EventStream(events)(scope, self.receive, self.send), 5)
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "state": {}}
+
+        @long_running
+        async def endpoint() -> Response:
+            return EventStream(events)
+
+        response = await endpoint()
+        await asyncio.wait_for(response(scope, self.receive, self.send), 5)
         return b"".join(message.get("body", b"") for message in self.sent)
 
 

@@ -137,9 +137,9 @@ def test_refused_preempted_and_drafted_sequences_are_counted(start_server):
     server = start_server(
         compat="vllm", max_waiting=1, max_num_seqs=2, num_pages=20, num_speculative_tokens=3, max_model_len=256
     )
-    server.service.add_in_flight(3)  # as many as can run and wait
+    server.service.admission.add_in_flight(3)  # as many as can run and wait
     assert server.post("/v1/completions", {"prompt": "red"}).status_code == 429
-    server.service.add_in_flight(-3)
+    server.service.admission.add_in_flight(-3)
     assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") == 1
     body = {"prompt": [[3, 4, 5] * 20] * 2, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
     server.answer("/v1/completions", body)

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from server.schemas import anthropic_responses as wire
+from server.schemas import anthropic_answers as wire
 from tests.server.conftest import running, tiny_config
 
 KEY = "sk-for-the-client"

@@ -9,7 +9,7 @@ import time
 import openai
 import pytest
 
-from server.schemas import openai_response_objects as wire
+from server.schemas import responses_api_answers as wire
 from server.serving.background_runs import BackgroundRuns
 from server.serving.response_store import ResponseStore
 from tests.server.conftest import running, tiny_config

@@ -38,9 +38,9 @@ from server.schemas.foreign_fields import (
 )
 from server.schemas.generate import GenerateBody
 from server.schemas.ollama import OllamaChatBody, OllamaGenerateBody, OllamaOptions
-from server.schemas.openai_responses import ResponsesBody
 from server.schemas.pooling import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from server.schemas.requests import ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody
+from server.schemas.responses_api import ResponsesBody
 from server.schemas.token_generate import SERVED_SAMPLING, TokenGenerateBody
 
 OLLAMA_OPTIONS = {"num_predict": 3, "temperature": 0}

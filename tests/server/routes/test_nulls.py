@@ -6,8 +6,8 @@ import pytest
 
 from server.schemas.anthropic import CountTokensBody
 from server.schemas.generate import GenerateBody
-from server.schemas.openai_responses import ResponsesBody
 from server.schemas.requests import Wire
+from server.schemas.responses_api import ResponsesBody
 
 REQUIRED = {
     "messages": [], "prompt": "a", "tokens": [1], "input": "a", "max_tokens": 3, "model": "m", "path": "a",

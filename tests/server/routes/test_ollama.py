@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine.protocol.request import SamplingParams
-from server.schemas import ollama_responses as wire
+from server.schemas import ollama_answers as wire
 from server.schemas.ollama import OllamaChatBody
 from tests.server.conftest import running, tiny_config
 

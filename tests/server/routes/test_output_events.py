@@ -12,8 +12,8 @@ from engine.text.parsing.json_formats import Hermes
 from engine.text.parsing.reasoning import REASONING_FORMATS, ReasoningSplitter
 from engine.text.parsing.tool_calls import ToolCallParser
 from server.routes.message_outputs import MessageEvents
-from server.routes.response_outputs import ResponseEvents
-from server.schemas import anthropic_responses, openai_response_objects
+from server.routes.responses_api_outputs import ResponseEvents
+from server.schemas import anthropic_answers, responses_api_answers
 from tests.server.conftest import running, tiny_config
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"unit": "°C", "days": 1}}\n</tool_call>'
@@ -112,8 +112,8 @@ def test_reasoning_of_a_response(tiny_model):
         message = handle.answer("/v1/messages", chat | {"seed": 1, "ignore_eos": True})
         hidden = chat | {"seed": 1, "ignore_eos": True, "thinking": {"type": "adaptive", "display": "omitted"}}
         omitted = handle.answer("/v1/messages", hidden)
-    openai_response_objects.ResponseObject.model_validate(response, strict=True)
-    anthropic_responses.Message.model_validate(message, strict=True)
+    responses_api_answers.ResponseObject.model_validate(response, strict=True)
+    anthropic_answers.Message.model_validate(message, strict=True)
     [item], [block] = response["output"], message["content"]
     assert item["type"] == "reasoning" and item["status"] == "incomplete" and block["type"] == "thinking"
     assert item["content"][0]["text"] == block["thinking"]

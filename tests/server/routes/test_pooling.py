@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 from tests.support.embedding_models import (
     QUERY,
@@ -167,7 +167,7 @@ def test_clients_that_disconnect_leave_nothing(embedder):
         assert sum(pool.map(leave, range(48))) > 0
     embedder.wait_idle()
     embedder.wait(lambda: embedder.service.client.stats().kv_cache_usage == 0, "free pages")
-    embedder.wait(lambda: embedder.service.outputs.used == 0, "the end of the unread answers")
+    embedder.wait(lambda: embedder.service.admission.outputs.used == 0, "the end of the unread answers")
     assert embedder.service.client.stats().idle_check_failures == 0
 
 

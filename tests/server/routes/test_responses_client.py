@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from server.schemas import openai_response_objects as wire
+from server.schemas import responses_api_answers as wire
 from tests.server.conftest import running, tiny_config
 
 KEY, OTHER_KEY = "sk-for-the-client", "sk-for-another-client"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.protocol.sleep import MEMORY_PARTS
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.engine.lively import Reference, write_lively_model
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of

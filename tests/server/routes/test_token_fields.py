@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 TEXT = "the old king sleeps under the tree by the river and the queen sings to the moon and the stars"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from server.serving.tokenization import INLINE_CHARS
 from tests.server.conftest import running, tiny_config
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from openai import OpenAI
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 
 COMPLETIONS, CHAT, BATCH, INVOCATIONS = (

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.client.output_queue import LOGPROB_BYTES
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 
 COMPLETIONS, CHAT, GENERATE, RESPONSES = "/v1/completions", "/v1/chat/completions", "/generate", "/v1/responses"

@@ -24,7 +24,7 @@ def test_disconnecting_from_a_stream_aborts_all_its_sequences(long_server, path)
         with http.stream("POST", path, json=BODIES[path] | {"stream": True}) as response:
             lines = response.iter_lines()  # kept: httpx closes the connection with the iterator
             next(lines)
-            assert server.service.in_flight > 0
+            assert server.service.admission.in_flight > 0
     server.wait_idle()
     assert server.metric("encore_request_success_total", finished_reason="abort") > aborted
 
@@ -49,7 +49,7 @@ def test_a_full_queue_is_a_429_with_retry_after_and_the_next_one_is_served(start
         next(lines)
         waiting = threading.Thread(target=server.post, args=("/generate", short))
         waiting.start()
-        server.wait(lambda: server.service.in_flight == 2, "the second request")
+        server.wait(lambda: server.service.admission.in_flight == 2, "the second request")
         for stream in (False, True):
             refused = httpx.post(server.url + "/generate", json=body | {"stream": stream})
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
@@ -73,7 +73,7 @@ def test_a_429_counts_sequences_in_flight_and_those_of_the_request(start_server)
             assert refused.json()["error"]["message"] == (
                 "the request asks for 4 sequences and 1 are in flight, but at most 4 can run and wait: retry later"
             )
-        assert server.service.in_flight == 1
+        assert server.service.admission.in_flight == 1
 
 
 def test_more_sequences_than_can_ever_wait_are_a_400(start_server):

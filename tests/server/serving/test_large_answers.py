@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -89,7 +90,7 @@ def test_the_request_with_most_logprobs_gives_way(start_server):
         lines = [line for line in response.iter_lines() if line]
     assert '"too_many_logprobs"' in lines[-2] and lines[-1] == "data: [DONE]"
     server.wait_idle()
-    assert server.service.outputs.used == 0
+    assert server.service.admission.outputs.used == 0
 
 
 def test_an_answer_counts_until_it_is_read(server):
@@ -103,17 +104,24 @@ def test_an_answer_counts_until_it_is_read(server):
         client.connect((host, int(port)))
         client.sendall(head + body)
         assert client.recv(12) == b"HTTP/1.1 200"
-        assert server.service.outputs.used > 1_000_000 and server.service.unanswered == 1
-    server.wait(lambda: server.service.outputs.used == 0, "the end of the answer")
-    assert server.service.unanswered == 0
+        assert server.service.admission.outputs.used > 1_000_000 and server.service.admission.unanswered == 1
+    server.wait(lambda: server.service.admission.outputs.used == 0, "the end of the answer")
+    assert server.service.admission.unanswered == 0
 
 
-def test_an_answer_that_is_being_sent_gives_no_way():
-    budget, aborted = OutputBudget(1000), []
-    sent, running = Share(lambda: aborted.append("sent")), Share(lambda: aborted.append("running"))
+async def test_an_answer_that_is_being_sent_gives_no_way():
+    aborted = []
+
+    async def abort(name):
+        aborted.append(name)
+
+    budget, sent, running = OutputBudget(1000, abort), Share(), Share()
+    sent.running.add("sent")
+    running.running.add("running")
     budget.add_hidden_states(sent, [np.zeros((1, 20), np.float32)])
     sent.is_sent = True
     budget.add_hidden_states(running, [np.zeros((1, 10), np.float32)])
+    await asyncio.sleep(0)
     assert aborted == ["running"] and sent.error is None and budget.used == sent.held > 0
     with pytest.raises(WireError, match="this request has most of them"):
         budget.add(running, [])

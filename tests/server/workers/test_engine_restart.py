@@ -61,7 +61,7 @@ def test_a_server_survives_its_engine(start_server):
     for refused in (server.post("/generate", SHORT), server.http.get("/graphs")):
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
         assert int(refused.headers["retry-after"]) >= 1
-    assert server.service.in_flight == 0
+    assert server.service.admission.in_flight == 0
     assert server.metric("encore_engine_up") == 0 and server.metric("encore_engine_restarts_total") == 1
     assert server.metric("encore_num_requests_running") == 0 and server.metric("encore_kv_cache_usage_perc") == 0
 

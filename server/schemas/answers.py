@@ -1,4 +1,4 @@
-"""Response bodies, for /openapi.json and for the tests that check the routes against it.
+"""Response bodies of all routes but Anthropic's, Ollama's and the Responses API, for /openapi.json and for tests.
 
 Routes build plain dicts and do not use these models at run time. Every model forbids unknown fields.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from server.schemas.responses import Answer, ChosenScore
+from server.schemas.answers import Answer, ChosenScore
 
 ItemStatus = Literal["completed", "incomplete", "in_progress"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -12,48 +11,14 @@ import torch
 
 from engine.distributed.weight_group import WeightGroup
 from tests.engine.distributed.test_weight_group import free_port
-from tests.engine.lively import Reference, write_lively_model
-from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 
-KEY = "admin"
 IDS = [40, 41, 42, 43]
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model, tmp_path_factory):
-    made = {}
-    for seed, name in enumerate("ab"):
-        made[name] = tmp_path_factory.mktemp(f"lively-{name}")
-        write_lively_model(tiny_model, made[name], seed)
-    return made
-
-
-@pytest.fixture(scope="module")
-def shared(folders, tmp_path_factory):
-    key = tmp_path_factory.mktemp("key") / "admin"
-    key.write_text(KEY)
-    with running(tiny_config(folders["a"], admin_key_file=str(key), max_model_len=4096, max_num_seqs=4)) as handle:
-        handle.http.headers["Authorization"] = f"Bearer {KEY}"
-        yield handle
-
-
-@pytest.fixture
-def server(shared, folders):
-    yield shared
-    shared.answer("/update_weights_from_disk", {"model_path": str(folders["a"]), "weight_version": "a"})
-    shared.wait_idle()
 
 
 @pytest.fixture(scope="module")
 def weights(folders):
     return list(safetensors.torch.load_file(next(folders["b"].glob("*.safetensors"))).items())
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
 
 
 def train(port: int, folder: str, name: str, packed: bool, delay: float, sends: bool) -> None:
@@ -102,58 +67,58 @@ def greedy(server, count: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_weights_arrive_in_vllms_format_while_requests_run(server, trainer, weights, folders, threads, packed):
+def test_weights_arrive_in_vllms_format_while_requests_run(server, trainer, weights, references, threads, packed):
     port = trainer("vllm", packed=packed, delay=1.0)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, packed=packed)})
     update = threads.submit(
         server.post, "/update_weights", {"update_info": specs(weights), "weight_version": "b"}, timeout=60
     )
-    assert greedy(server) == Reference(folders["a"]).greedy(IDS, 12)  # before the tensors have arrived
+    assert greedy(server) == references["a"].greedy(IDS, 12)  # before the tensors have arrived
     answer = update.result()
     assert answer.status_code == 200, answer.text
     assert answer.json()["updated"] == len(weights) and answer.json()["weight_version"] == "b"
-    assert greedy(server) == Reference(folders["b"]).greedy(IDS, 12)
+    assert greedy(server) == references["b"].greedy(IDS, 12)
     checksums = server.answer("/weight_checker", {"action": "checksum"})["checksums"]
     assert len(checksums) >= len(weights)
 
 
-def test_weights_arrive_in_sglangs_format_and_a_group_is_left(server, trainer, weights, folders):
+def test_weights_arrive_in_sglangs_format_and_a_group_is_left(server, trainer, weights, references):
     port = trainer("policy")
     server.answer("/init_weights_update_group", place(port, group_name="policy", backend="gloo"))
     sent = specs(weights)
     body = {"names": sent["names"], "dtypes": sent["dtype_names"], "shapes": sent["shapes"], "group_name": "policy"}
     assert server.answer("/update_weights_from_distributed", body | {"weight_version": "b2"})["weight_version"] == "b2"
-    assert greedy(server) == Reference(folders["b"]).greedy(IDS, 12)
+    assert greedy(server) == references["b"].greedy(IDS, 12)
     server.answer("/destroy_weights_update_group", {"group_name": "policy"})
     error = error_of(server.post("/update_weights_from_distributed", body), 400)
     assert error["param"] == "group_name" and "no weight group 'policy' was joined" in error["message"]
 
 
-def test_parts_become_visible_at_the_end_of_an_update(server, trainer, weights, folders):
+def test_parts_become_visible_at_the_end_of_an_update(server, trainer, weights, references):
     port = trainer("vllm")
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     server.answer("/start_weight_update", {})
     server.answer("/update_weights", {"update_info": specs(weights)})
-    assert greedy(server) == Reference(folders["a"]).greedy(IDS, 12)
+    assert greedy(server) == references["a"].greedy(IDS, 12)
     assert server.answer("/finish_weight_update", {"weight_version": "b3"})["updated"] == len(weights)
-    assert greedy(server) == Reference(folders["b"]).greedy(IDS, 12)
+    assert greedy(server) == references["b"].greedy(IDS, 12)
 
 
-def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, weights, folders):
+def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, weights, references):
     port = trainer("vllm", sends=False)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
     error = error_of(server.post("/update_weights", {"update_info": specs(weights)}, timeout=60), 400)
     assert "a transfer over the weight group failed" in error["message"]
-    assert greedy(server) == Reference(folders["a"]).greedy(IDS, 12)
+    assert greedy(server) == references["a"].greedy(IDS, 12)
     error = error_of(server.post("/update_weights", {"update_info": specs(weights)}), 400)
     assert "no weight group 'vllm' was joined" in error["message"]
 
 
-def test_a_trainer_that_never_joins_blocks_no_request(server, folders, threads):
+def test_a_trainer_that_never_joins_blocks_no_request(server, references, threads):
     body = {"init_info": place(free_port(), timeout=4)}
     began = time.monotonic()
     joining = threads.submit(server.post, "/init_weight_transfer_engine", body, timeout=60)
-    assert greedy(server) == Reference(folders["a"]).greedy(IDS, 12)
+    assert greedy(server) == references["a"].greedy(IDS, 12)
     assert not joining.done() or time.monotonic() - began >= 4
     assert "was not joined by 2 processes within 4 s" in error_of(joining.result(), 400)["message"]
 
@@ -179,7 +144,7 @@ def send_misfits(port: int) -> None:
     group.close()
 
 
-def test_tensors_of_another_shape_are_refused_and_change_nothing(server, folders):
+def test_tensors_of_another_shape_are_refused_and_change_nothing(server, references):
     port, names = free_port(), ["model.norm.weight", "model.nrom.weight"]
     process = multiprocessing.get_context("spawn").Process(target=send_misfits, args=(port,))
     process.start()
@@ -188,4 +153,4 @@ def test_tensors_of_another_shape_are_refused_and_change_nothing(server, folders
     message = error_of(server.post("/update_weights", {"update_info": info}), 400)["message"]
     process.join(60)
     assert all(name in message for name in names)
-    assert greedy(server) == Reference(folders["a"]).greedy(IDS, 12)
+    assert greedy(server) == references["a"].greedy(IDS, 12)

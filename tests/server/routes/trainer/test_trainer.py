@@ -5,64 +5,18 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 import safetensors.torch
 import torch
 
-from server.schemas import responses as wire
-from tests.engine.lively import Reference, write_lively_model
-from tests.server.conftest import running, tiny_config
+from server.schemas import answers as wire
 from tests.server.http.test_bodies import error_of
 
-KEY = "admin"
 ROUTE = "/inference/v1/generate"
 IDS = [40, 41, 42, 43]
 LONG = {"temperature": 0.0, "max_tokens": 3000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model, tmp_path_factory):
-    """Two models of the same shape in which every token depends on the whole context."""
-    made = {}
-    for seed, name in enumerate("ab"):
-        made[name] = tmp_path_factory.mktemp(f"lively-{name}")
-        write_lively_model(tiny_model, made[name], seed)
-    return made
-
-
-@pytest.fixture(scope="module")
-def references(folders):
-    return {name: Reference(folder) for name, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def shared(folders, tmp_path_factory):
-    key = tmp_path_factory.mktemp("key") / "admin"
-    key.write_text(KEY)
-    config = tiny_config(folders["a"], admin_key_file=str(key), max_model_len=4096, max_num_seqs=4)
-    with running(config) as handle:
-        handle.http.headers["Authorization"] = f"Bearer {KEY}"
-        yield handle
-
-
-@pytest.fixture
-def server(shared, folders):
-    """The shared server with the weights a, not paused; it must be idle after the test."""
-    yield shared
-    shared.post("/resume", None)
-    shared.answer("/update_weights_from_disk", {"model_path": str(folders["a"]), "weight_version": "a"})
-    shared.wait_idle()
-    shared.wait(lambda: shared.service.client.num_pending == 0, "the end of all requests")
-    assert shared.service.client.stats().idle_check_failures == 0
-
-
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
 
 
 def tokens_so_far(server):
@@ -213,7 +167,7 @@ def test_requests_are_aborted_by_any_of_their_ids(server, threads):
         "from-header": threads.submit(server.post, "/v1/completions", completion, headers=headers),
         "batch": threads.submit(server.post, "/generate", batch),
     }
-    server.wait(lambda: server.service.in_flight == 5, "all sequences")
+    server.wait(lambda: server.service.admission.in_flight == 5, "all sequences")
     wait_for_tokens(server)
     assert server.answer("/abort_requests", {"request_ids": ["unknown"]}) == {"status": "aborted", "aborted": 0}
     assert server.answer("/abort_requests", {"request_ids": ["mine", "from-header"]})["aborted"] == 2

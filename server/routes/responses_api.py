@@ -21,17 +21,19 @@ from engine.text.parsing.parts import Part
 from server.http.body_route import BodyRoute
 from server.http.direct import direct_writer
 from server.http.errors import WireError, aborted, body_of
+from server.http.long_running import hold, long_running
 from server.http.openapi import REFUSALS, answered_by
 from server.http.streaming import EventStream, JSONAnswer, log_if_severe, named_event
 from server.routes import openai_answers as answers
 from server.routes.chat_run import ChatRun
-from server.routes.response_outputs import Event, Logprobs, ResponseEvents
-from server.schemas import openai_response_objects as wire
-from server.schemas.openai_responses import SENT_NAMES, ResponsesBody
-from server.schemas.translation import translated_errors
+from server.routes.responses_api_outputs import Event, Logprobs, ResponseEvents
+from server.schemas import responses_api_answers as wire
+from server.schemas.responses_api import SENT_NAMES, ResponsesBody
+from server.serving.admission import Reservation
 from server.serving.background_runs import BackgroundRuns
+from server.serving.jobs import Job
 from server.serving.response_store import ResponseStore, too_large
-from server.serving.service import Job
+from server.serving.service import Service
 
 FLUSH_SECONDS = 0.1  # between writes of a background response's events to the store
 POLL_SECONDS = 0.05  # between reads of them
@@ -42,6 +44,7 @@ router = APIRouter(prefix="/v1/responses", tags=["openai"], responses=REFUSALS, 
 
 
 @router.post("", responses=answered_by(wire.ResponseObject, "text/event-stream"))
+@long_running
 async def create(body: ResponsesBody, request: Request) -> Response:
     """Generate a response to an input of text or items, and store it unless the request says otherwise."""
     body.refuse_unsupported()
@@ -65,15 +68,17 @@ async def create(body: ResponsesBody, request: Request) -> Response:
     run = _ResponseRun(request, body, previous, store if body.store is not False else None)
     if body.background and store is not None:
         background = _BackgroundRun(run, store, request.state.owner, request.app.state.background_runs)
-        if body.stream:
-            return EventStream(background.stream(), run.failed, last=b"")
-        return JSONAnswer(background.answer)
+        response = await background.start(bool(body.stream))
+        return EventStream(background.stream(), run.failed, last=b"") if body.stream else JSONAnswer(response)
+    reservation = hold(request, run.service.admission.reserve(1))
+    job = await run.chat.tokenize()
     if body.stream:
-        return EventStream(run.stream(), run.failed, last=b"")
-    return JSONAnswer(run.answer)
+        return EventStream(run.stream(job, reservation), run.failed, last=b"")
+    return JSONAnswer(await run.answer(job, reservation))
 
 
 @router.get("/{response_id}", responses=answered_by(wire.ResponseObject, "text/event-stream"))
+@long_running
 async def retrieve(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
 ) -> Response:
@@ -168,37 +173,37 @@ class _ResponseRun:
     def __init__(
         self, request: Request, body: ResponsesBody, previous: list[dict[str, Any]], store: ResponseStore | None
     ):
-        self._request, self._service = request, request.app.state.service
+        self._request = request
+        self.service: Service = request.app.state.service
         items = body.items()
-        chat, self._places = body.chat(previous, items)
+        chat, places = body.chat(previous, items)
         self._items = [*previous, *items]
         self._store, self._owner, self.scope = store, request.state.owner, request.scope
-        _ = self._service.tokens  # raises 503 until the model is loaded
+        _ = self.service.tokens  # raises 503 until the model is loaded
         self._is_background = bool(body.background)
         self._response = _in_progress(
-            body, body.model or self._service.model_names()[0], store is not None, self._service.sampling_defaults()
+            body, body.model or self.service.model_names()[0], store is not None, self.service.sampling_defaults()
         )
-        with translated_errors(SENT_NAMES, self._places):
-            self._run = ChatRun(self._service, request, chat, self._response["id"], SENT_NAMES)
-        self._spelling = answers.Spelling(self._service.tokens) if body.wants_logprobs else None
+        self.chat = ChatRun(self.service, request, chat, self._response["id"], SENT_NAMES, places)
+        self._spelling = answers.Spelling(self.service.tokens) if body.wants_logprobs else None
         self._events = ResponseEvents()
         self._numbers = 0
         self._frame = ("", "", "")  # the item of the last text delta, and the JSON before and after its text
         self._reasoning_tokens = 0
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the answer."""
-        async with aclosing(self.pieces(is_stream=True)) as pieces:
+    async def stream(self, job: Job, reservation: Reservation) -> AsyncGenerator[bytes, None]:
+        """Run the job and yield the events of the answer."""
+        async with aclosing(self.pieces(job, reservation, streams=True)) as pieces:
             async for events in pieces:
                 if events:
                     yield self._written(events)
 
-    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the whole response."""
-        async with aclosing(self.pieces()) as pieces:
+    async def answer(self, job: Job, reservation: Reservation) -> dict[str, Any]:
+        """Run the job and return the whole response."""
+        async with aclosing(self.pieces(job, reservation)) as pieces:
             async for _ in pieces:
                 pass
-        yield self._response
+        return self._response
 
     def failed(self, exc: Exception) -> bytes:
         """Return the last event of a stream that fails."""
@@ -236,27 +241,26 @@ class _ResponseRun:
         _, before, after = self._frame
         return f"{before}{encode_basestring(event['delta'])}{after}{self._numbers}}}\n\n"
 
-    async def pieces(self, is_stream: bool = False) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of each piece of the output; after the last, the response is complete.
+    async def pieces(self, job: Job, reservation: Reservation, streams: bool = False) -> AsyncGenerator[list[Event]]:
+        """Run the job and yield the events of each piece of the output; after the last, the response is complete.
 
         Events of a stream to the client that were written directly are left out.
         The first piece of a background response comes once it is stored, before it runs. The caller stores the rest.
         """
-        with translated_errors(SENT_NAMES, self._places), self._service.admission(1) as reservation:
-            job = await self._run.submit()
-            self._events = ResponseEvents(self._run.short_ids)
+        with self.chat.translated():
+            self._events = ResponseEvents(self.chat.short_ids)
             items, self._items = self._items, []
             stores = self._store is not None and await self._store.begin(self._response["id"], self._owner, items)
             del items
             try:
                 if self._is_background:
                     yield await self._queue(stores)
-                parser = self._run.make_parser() if self._run.make_parser is not None else ChatParser()
+                parser = self.chat.parser()
                 direct = None
-                if is_stream:
+                if streams:
                     direct = direct_writer(self._request, lambda delta: self._written(self._of_delta(parser, delta)))
                 has_begun = False
-                async with aclosing(self._service.run(job, reservation, direct)) as arrivals:
+                async with aclosing(self.service.jobs.run(job, reservation, direct)) as arrivals:
                     async for deltas in arrivals:
                         found = [event for delta in deltas for event in self._of_delta(parser, delta)]
                         if not has_begun:
@@ -338,20 +342,9 @@ class _BackgroundRun:
         self._events: list[tuple[int, bytes]] = []  # not yet stored
         self._last_flush = 0.0
 
-    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the queued response."""
-        yield await self._start()
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as they are stored. Closing it does not end the run."""
-        self._streams = True
-        response = await self._start()
-        async with aclosing(_stored_events(self._store, response["id"], self._owner, -1)) as events:
-            async for event in events:
-                yield event
-
-    async def _start(self) -> dict[str, Any]:
+    async def start(self, streams: bool) -> dict[str, Any]:
         """Start the task, and return the response once it is stored. Raises what keeps it from being stored."""
+        self._streams = streams
         stored: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._work(stored))
         both: set[asyncio.Future[Any]] = {task, stored}
@@ -365,15 +358,21 @@ class _BackgroundRun:
             task.result()  # raises
         return stored.result()
 
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events as they are stored. Closing it does not end the run."""
+        return _stored_events(self._store, self._run.response["id"], self._owner, after=-1)
+
     async def _work(self, stored: asyncio.Future[dict[str, Any]]) -> None:
         run = self._run
         try:
-            async with aclosing(run.pieces()) as pieces:
-                async for events in pieces:
-                    await self._add(run.numbered(events), is_urgent=not stored.done())
-                    if not stored.done():
-                        self._runs.add(run.response["id"], asyncio.current_task())  # type: ignore[arg-type]
-                        stored.set_result(dict(run.response))
+            with run.service.admission.reserve(1) as reservation:
+                job = await run.chat.tokenize()
+                async with aclosing(run.pieces(job, reservation)) as pieces:
+                    async for events in pieces:
+                        await self._add(run.numbered(events), is_urgent=not stored.done())
+                        if not stored.done():
+                            self._runs.add(run.response["id"], asyncio.current_task())  # type: ignore[arg-type]
+                            stored.set_result(dict(run.response))
             await self._add([], is_urgent=True)
             response = run.response
         except Exception as exc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from server.schemas.responses import Answer
+from server.schemas.answers import Answer
 
 
 class OllamaError(Answer):
