@@ -3,9 +3,10 @@
 All formats share this storage, whatever their checkpoints look like, so a kernel needs one layout per element. Each
 format's file says how its checkpoint tensors become codes, scales and zeros.
 
-A step dequantises a tile of W to the dtype of its activations and multiplies: weight-only arithmetic, with the values
-of the dequantised weight in float32, rounded once. Activations are never quantised, so the scales for that in a
-checkpoint are checked and not used. Everything is a PyTorch operation on fixed addresses: a step can be captured.
+Arithmetic is weight-only: activations are never quantised, so the scales for that in a checkpoint are checked and not
+used. On a GPU with few rows, a kernel multiplies the codes themselves (engine/kernels/quantized_gemm.py). Otherwise a
+step dequantises a tile of W in float32, rounds it once to the dtype of its activations, and multiplies. All is computed
+at fixed addresses without host reads: a step can be captured.
 
 Shapes: N outputs, K inputs, [r, c] the rows and columns that share a scale in storage.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from engine.checkpoint.quantization import WeightScheme
 from engine.errors import ModelError
+from engine.kernels.launch import fits
 from engine.kernels.linear_weight import LinearWeight
 from engine.layers.formats.elements import ELEMENTS
 from engine.layers.formats.region import CheckpointTensor, Region
@@ -74,7 +77,7 @@ class ScaledWeight(WeightMethod):
         layer.scale_columns = inputs if block_columns is None else math.gcd(block_columns, inputs)
         groups = inputs // layer.scale_columns
         if not self.scheme.act_order:
-            layer.group_of = None
+            layer.group_of = layer.part_of_row = None
         else:
             assert block_columns is not None and block_rows == 1
             groups = -(-inputs * self._ranks // block_columns)  # ranks that split the inputs may need all of them
@@ -93,12 +96,17 @@ class ScaledWeight(WeightMethod):
         layer.weight = None
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        return LinearWeight(layer.codes, self.element.name, layer.scale)
+        return LinearWeight(
+            layer.codes, self.element.name, layer.scale, layer.zero, layer.group_of, layer.part_of_row
+        )
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         outputs, inputs = layer.weight_shape
+        kernels = _kernels(x.device)
+        if kernels is not None and x.dtype in (torch.bfloat16, torch.float16) and len(x) <= kernels.MAX_ROWS:
+            return kernels.multiply(x, self.linear_weight(layer), bias)
         tile = max(1, TILE_ELEMENTS // (inputs * layer.scale_rows)) * layer.scale_rows
         if tile >= outputs:
             return F.linear(x, self.dense(layer, x.dtype), bias)
@@ -114,8 +122,14 @@ class ScaledWeight(WeightMethod):
 
         `first` and `end` are multiples of the rows that share a scale, or the end of W.
         """
-        end = layer.weight_shape[-2] if end is None else end
-        step = layer.scale_rows
+        (*lead, outputs, inputs), step = layer.weight_shape, layer.scale_rows
+        end = outputs if end is None else end
+        kernels = _kernels(layer.codes.device)
+        if kernels is not None and not lead:
+            return kernels.dequantize(self.linear_weight(layer), inputs, dtype, first, end)
+        if kernels is not None and layer.group_of is None and (first, end) == (0, outputs):
+            rows = math.prod(lead) * outputs
+            return kernels.dequantize(self.linear_weight(layer), inputs, dtype, 0, rows).view(layer.weight_shape)
         values = self.element.decode(layer.codes[..., first:end, :])
         scale = self.element.decode_scale(layer.scale[..., first // step : end // step, :])
         zero = None if layer.zero is None else layer.zero[..., first // step : end // step, :]
@@ -250,6 +264,15 @@ class ScaledWeight(WeightMethod):
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         codes, scale, zero = self.element.quantize(blocks, self.scheme.symmetric, scale_dtype)
         return codes.flatten(2, 3).flatten(0, 1)[:outputs, :inputs], scale, zero
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    """Return the module of the kernels for quantised weights; None if this device can't run them."""
+    if device.type != "cuda" or not fits(device):
+        return None
+    from engine.kernels import quantized_gemm  # triton is installed only with CUDA
+
+    return quantized_gemm
 
 
 def _steps(first: int, length: int, block: int, step: int, like: Tensor) -> Tensor:
