@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.small_batch_gemm_kernels import finish
 
-# The conversions of two bytes, a 16-bit operand, to two 16-bit numbers per register. Sign, exponent and mantissa of a small
-# float move to their places in the wide one, and a product with a power of two corrects the exponent's bias, which is
-# exact for subnormal numbers too. An integer becomes the mantissa of a large number, of which the rest is subtracted.
+# The conversions of two bytes, a 16-bit operand, to two 16-bit numbers per register. Sign, exponent and mantissa of a
+# small float move to their places in the wide one, and a product with a power of two corrects the exponent's bias, which
+# is exact for subnormal numbers too. An integer becomes the mantissa of a large number, of which the rest is subtracted.
 FP8_TO_BF16 = tl.constexpr(
     """{
     .reg .b32 a, b, c;
@@ -134,9 +134,7 @@ def convert_bytes(codes, zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: 
                 return tl.inline_asm_elementwise(FP8_TO_FP16, "=r,h", [codes], DTYPE.value, is_pure=True, pack=2)
         elif DTYPE == tl.bfloat16:
             base = tl.broadcast_to(zero + 8388736.0, codes.shape)  # 2^23 + 128
-            return tl.inline_asm_elementwise(
-                INT8_TO_BF16, "=r,h,r,r", [codes, base], DTYPE.value, is_pure=True, pack=2
-            )
+            return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,h,r,r", [codes, base], DTYPE.value, is_pure=True, pack=2)
         else:
             base = tl.broadcast_to((zero + 1152.0).to(DTYPE), codes.shape)
             return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,h,r", [codes, base], DTYPE.value, is_pure=True, pack=2)
@@ -146,14 +144,6 @@ def convert_bytes(codes, zero, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, ASM: 
         return (moved.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
     else:
         return (codes.to(tl.int8, bitcast=True).to(tl.float32) - zero).to(DTYPE)
-
-
-@triton.jit
-def _small_float(codes):
-    """Return the values of E2M1 codes 0..15 in float32: 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
-    size = (codes & 7).to(tl.float32)
-    value = 0.5 * size + 0.5 * tl.maximum(size - 4.0, 0.0) + tl.maximum(size - 6.0, 0.0)
-    return tl.where(codes > 7, -value, value)
 
 
 @triton.jit
@@ -167,13 +157,13 @@ def convert_halves(codes, zero, high_zero, ELEMENT: tl.constexpr, DTYPE: tl.cons
             bias: tl.constexpr = 136.0 if DTYPE == tl.bfloat16 else 1032.0  # 2^7 or 2^10, and 8
             base = tl.broadcast_to((zero + bias).to(DTYPE), codes.shape)
             high_base = tl.broadcast_to((high_zero + bias).to(DTYPE), codes.shape)
-            text: tl.constexpr = INT4_TO_BF16 if DTYPE == tl.bfloat16 else INT4_TO_FP16
+            int4: tl.constexpr = INT4_TO_BF16 if DTYPE == tl.bfloat16 else INT4_TO_FP16
             return tl.inline_asm_elementwise(
-                text, "=r,=r,h,r,r", [codes, base, high_base], (DTYPE.value, DTYPE.value), is_pure=True, pack=2
+                int4, "=r,=r,h,r,r", [codes, base, high_base], (DTYPE.value, DTYPE.value), is_pure=True, pack=2
             )
         else:
-            text: tl.constexpr = MXFP4_TO_BF16 if DTYPE == tl.bfloat16 else MXFP4_TO_FP16
-            return tl.inline_asm_elementwise(text, "=r,=r,h", [codes], (DTYPE.value, DTYPE.value), is_pure=True, pack=2)
+            fp4: tl.constexpr = MXFP4_TO_BF16 if DTYPE == tl.bfloat16 else MXFP4_TO_FP16
+            return tl.inline_asm_elementwise(fp4, "=r,=r,h", [codes], (DTYPE.value, DTYPE.value), is_pure=True, pack=2)
     elif ELEMENT == "int4":
         low = (codes & 15).to(tl.float32) - 8.0 - zero
         high = (codes >> 4).to(tl.float32) - 8.0 - high_zero
@@ -352,10 +342,9 @@ def quantized_kernel(
     up_codes = codes
     if GATED:
         up_codes = tl.load(up_ptrs, mask=mask_w, other=0)
-    row_scale = tl.zeros([BN], tl.float32)
-    up_row_scale = row_scale
-    scale, zero, high_scale, high_zero = row_scale, row_scale, row_scale, row_scale
-    up_scale, up_zero, up_high_scale, up_high_zero = row_scale, row_scale, row_scale, row_scale
+    none = tl.zeros([BN], tl.float32)
+    scale, zero, high_scale, high_zero = none, none, none, none
+    up_scale, up_zero, up_high_scale, up_high_zero = none, none, none, none
     if MODE != "weight":
         column = low_columns(first, PER_BYTE)
         high_column = column + to_high(first, K)

@@ -134,9 +134,9 @@ class Int4(Integer):
 
 
 class MxFp4(Element):
-    """E2M1 numbers, two per byte as `pack_halves` places them, with scales that are powers of two: exponents + 127 in a byte (E8M0).
+    """E2M1 numbers, two per byte, with scales that are powers of two: exponents + 127 in a byte (E8M0).
 
-    Codes are 0 to 15: sign, two bits of exponent, one of mantissa.
+    Codes are 0 to 15: sign, two bits of exponent, one of mantissa. `pack_halves` places them.
     """
 
     name, stored, per_byte, scale_dtype = "mxfp4", torch.uint8, 2, torch.uint8

@@ -96,9 +96,7 @@ class ScaledWeight(WeightMethod):
         layer.weight = None
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        return LinearWeight(
-            layer.codes, self.element.name, layer.scale, layer.zero, layer.group_of, layer.part_of_row
-        )
+        return LinearWeight(layer.codes, self.element.name, layer.scale, layer.zero, layer.group_of, layer.part_of_row)
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
