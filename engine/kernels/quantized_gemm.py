@@ -1,9 +1,9 @@
 """Linear layers with quantised weights on CUDA: a GEMM that converts codes in registers, for few rows; else cuBLAS.
 
-The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. From MAX_ROWS rows on, tiles of
-the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies:
-there is never a plain copy of a whole weight. Device code: quantized_gemm_kernels.py. Imports triton: import this module
-only on CUDA (or under TRITON_INTERPRET=1).
+The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
+the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py. Imports triton: import this module only on
+CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.kernels.small_batch_gemm_kernels import finish
 
 # The conversions of two bytes, a 16-bit operand, to two 16-bit numbers per register. Sign, exponent and mantissa of a
-# small float move to their places in the wide one, and a product with a power of two corrects the exponent's bias, which
-# is exact for subnormal numbers too. An integer becomes the mantissa of a large number, of which the rest is subtracted.
+# small float move to their places in the wide one, and a product with a power of two corrects the exponent's bias,
+# which is exact for subnormal numbers too. An integer becomes the mantissa of a large number, whose rest is subtracted.
 FP8_TO_BF16 = tl.constexpr(
     """{
     .reg .b32 a, b, c;
@@ -191,7 +191,7 @@ def low_columns(offsets, PER_BYTE: tl.constexpr):
 
 @triton.jit
 def to_high(offsets, K: tl.constexpr):
-    """Return what to add to the columns of the low halves to get those of the high halves."""
+    """Return what to add to the columns of the low halves to get the columns of the high halves."""
     TAIL: tl.constexpr = K % 256  # PACKED_COLUMNS
     if TAIL == 0:
         return 128
@@ -315,7 +315,7 @@ def quantized_kernel(
 ):  # fmt: skip
     """GEMM of BM rows of x [M, K] with codes [N, K / PER_BYTE]; a step reads BK bytes of each of BN rows of codes.
 
-    Grid, splits of K, GATED, squares and epilogue are those of `matrix_kernel`. Scales and zeros are
+    Grid, splits of K, GATED, squares and epilogue: as in `matrix_kernel`. Scales and zeros are
     [N / SCALE_ROWS, GROUPS].
     """
     if PDL and not TRIGGER_AFTER_MATH:

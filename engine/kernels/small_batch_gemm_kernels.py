@@ -129,7 +129,7 @@ def finish(
 ):  # fmt: skip
     """Complete the norm of x, add the sums of the SPLITS programs of a tile, and apply the epilogue.
 
-    acc and acc_up float32 [BN, BM]: the program's sums, and those of the up projection if GATED.
+    acc and acc_up float32 [BN, BM]: the program's sums, and the sums of the up projection if GATED.
     """
     if NUM_SQUARES > 0:
         indices = tl.arange(0, SQUARES_PAD)
