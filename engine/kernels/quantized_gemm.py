@@ -166,7 +166,7 @@ def _launch(
         outputs,
         eps,
         K=inputs,
-        **_constants(weight, layout),
+        **constants_of(weight, layout),
         MODE=layout.mode,
         BM=pick.tile_rows,
         BN=pick.tile_outputs,
@@ -187,7 +187,8 @@ def _launch(
     )
 
 
-def _constants(weight: LinearWeight, layout: Layout) -> dict[str, object]:
+def constants_of(weight: LinearWeight, layout: Layout) -> dict[str, object]:
+    """Return what kernels are compiled for, of a weight's format."""
     return {
         "ELEMENT": weight.format,
         "PER_BYTE": layout.per_byte,
@@ -216,7 +217,7 @@ def dequantize(weight: LinearWeight, inputs: int, dtype: torch.dtype, first: int
         first,
         end - first,
         K=inputs,
-        **_constants(weight, layout),
+        **constants_of(weight, layout),
         BN=tile_rows,
         BK=tile_bytes,
         PDL=pdl,

@@ -303,38 +303,28 @@ def _add_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["m_count"])
-def quantized_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, group_ptr, part_ptr, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
-    partial_ptr, arrivals_ptr, m_count, n_count, eps,
+@triton.jit
+def accumulate(
+    x_rows, mask_m, w_ptr, scale_ptr, zero_ptr, group_ptr, part_ptr, offs_n, n_count, split,
     K: tl.constexpr, ELEMENT: tl.constexpr, PER_BYTE: tl.constexpr, MODE: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, ACT_ORDER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
-    SQUARES_PAD: tl.constexpr, PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """GEMM of BM rows of x [M, K] with codes [N, K / PER_BYTE]; a step reads BK bytes of each of BN rows of codes.
+    """Return W xᵀ, float32 [BN, BM], of rows offs_n of W and this split's part of K; then that of rows n_count below.
 
-    Grid, splits of K, GATED, squares and epilogue: as in `matrix_kernel`. Scales and zeros are
-    [N / SCALE_ROWS, GROUPS].
+    x_rows are pointers to the first column of each row of x, and mask_m masks them, both [1, BM]. The first tile of
+    codes is loaded before `gdc_wait`. Without GATED, both results are the same.
     """
-    if PDL and not TRIGGER_AFTER_MATH:
-        gdc_launch_dependents()
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
-    offs_n = tile * BN + tl.arange(0, BN)
-    offs_m = tl.program_id(2) * BM + tl.arange(0, BM)
-    mask_n = offs_n < n_count
-    mask_m = (offs_m < m_count)[None, :]
-    up_rows = offs_n + n_count
     BYTES: tl.constexpr = K // PER_BYTE
     STEPS: tl.constexpr = (BYTES + BK * SPLITS - 1) // (BK * SPLITS)
     WHOLE: tl.constexpr = STEPS * BK * SPLITS == BYTES
+    mask_n = offs_n < n_count
+    up_rows = offs_n + n_count
     first = split * (STEPS * BK)
     offs_k = first + tl.arange(0, BK)
     w_ptrs = w_ptr + offs_n.to(tl.int64)[:, None] * BYTES + offs_k[None, :]
     up_ptrs = w_ptrs + n_count.to(tl.int64) * BYTES
-    x_rows = x_ptr + offs_m.to(tl.int64)[None, :] * K
     mask_w = mask_n[:, None]
     if not WHOLE:
         mask_w = mask_w & (offs_k < BYTES)[None, :]
@@ -417,12 +407,41 @@ def quantized_kernel(
                 high_columns, scale_ptr, zero_ptr, group_ptr, part_ptr, K, ELEMENT, PER_BYTE, MODE, SCALE_ROWS,
                 SCALE_COLUMNS, GROUPS, ZERO, ACT_ORDER, ASM,
             )  # fmt: skip
-    if PDL and TRIGGER_AFTER_MATH:
-        gdc_launch_dependents()
     if MODE == "row":
         acc *= scale[:, None]
         if GATED:
             acc_up *= up_scale[:, None]
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=["m_count"])
+def quantized_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, group_ptr, part_ptr, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
+    partial_ptr, arrivals_ptr, m_count, n_count, eps,
+    K: tl.constexpr, ELEMENT: tl.constexpr, PER_BYTE: tl.constexpr, MODE: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, ACT_ORDER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
+    SQUARES_PAD: tl.constexpr, PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """GEMM of BM rows of x [M, K] with codes [N, K / PER_BYTE]; a step reads BK bytes of each of BN rows of codes.
+
+    Grid, splits of K, GATED, squares and epilogue: as in `matrix_kernel`. Scales and zeros are
+    [N / SCALE_ROWS, GROUPS].
+    """
+    if PDL and not TRIGGER_AFTER_MATH:
+        gdc_launch_dependents()
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    offs_n = tile * BN + tl.arange(0, BN)
+    offs_m = tl.program_id(2) * BM + tl.arange(0, BM)
+    acc, acc_up = accumulate(
+        x_ptr + offs_m.to(tl.int64)[None, :] * K, (offs_m < m_count)[None, :], w_ptr, scale_ptr, zero_ptr, group_ptr,
+        part_ptr, offs_n, n_count, split, K, ELEMENT, PER_BYTE, MODE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO,
+        ACT_ORDER, BM, BN, BK, SPLITS, STAGES, GATED, PDL, ASM,
+    )  # fmt: skip
+    if PDL and TRIGGER_AFTER_MATH:
+        gdc_launch_dependents()
     finish(
         acc, acc_up, offs_n, offs_m, out_ptr, out_ptr, out_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
         partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps, K, BM, BN, SPLITS, GATED, ADD, BIAS, False,
