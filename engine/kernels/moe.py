@@ -68,8 +68,9 @@ def run_experts(
     """Return each row's sum of its experts' outputs times their weights: x [T, h] -> [T, h].
 
     weights float32 [T, k]; experts int64 [T, k], -1 in rows without expert, which get 0; gate_up [E, 2I, h] with gate
-    first, down [E, h, I], plain or of a format that `reads`; biases [E, 2I] and [E, h]; all contiguous. `limit` and `alpha`: as in the experts'
-    GatedActivation. Accumulates in float32. `tile` overrides `choose_tile`. No host reads: safe to capture.
+    first, down [E, h, I], plain or of a format that `reads`; biases [E, 2I] and [E, h]; all contiguous. `limit` and
+    `alpha`: as in the experts' GatedActivation. Accumulates in float32. `tile` overrides `choose_tile` of plain
+    weights. No host reads: safe to capture.
     """
     (tokens, top_k), hidden = experts.shape, x.shape[1]
     num_experts, rows = _stored(gate_up).shape[:2]
