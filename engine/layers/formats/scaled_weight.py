@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.checkpoint.quantization import WeightScheme
 from engine.errors import ModelError
 from engine.kernels.launch import fits
-from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.linear_weight import CODES_PER_BYTE, LinearWeight
 from engine.layers.formats.elements import ELEMENTS
 from engine.layers.formats.region import CheckpointTensor, Region
 from engine.layers.formats.slots import CheckpointSlot
@@ -102,7 +102,7 @@ class ScaledWeight(WeightMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         outputs, inputs = layer.weight_shape
-        kernels = _kernels(x.device)
+        kernels = self._kernels(x.device)
         if kernels is not None and x.dtype in (torch.bfloat16, torch.float16) and len(x) <= kernels.MAX_ROWS:
             return kernels.multiply(x, self.linear_weight(layer), bias)
         tile = max(1, TILE_ELEMENTS // (inputs * layer.scale_rows)) * layer.scale_rows
@@ -122,7 +122,7 @@ class ScaledWeight(WeightMethod):
         """
         (*lead, outputs, inputs), step = layer.weight_shape, layer.scale_rows
         end = outputs if end is None else end
-        kernels = _kernels(layer.codes.device)
+        kernels = self._kernels(layer.codes.device)
         if kernels is not None and not lead:
             return kernels.dequantize(self.linear_weight(layer), inputs, dtype, first, end)
         if kernels is not None and layer.group_of is None and (first, end) == (0, outputs):
@@ -142,6 +142,14 @@ class ScaledWeight(WeightMethod):
                 values.sub_(zero.gather(-1, columns))
             values.mul_(scale.gather(-1, columns))
         return values.to(dtype)
+
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Return the module of the kernels for these codes; None if there are none, or this device can't run them."""
+        if device.type != "cuda" or self.element.name not in CODES_PER_BYTE or not fits(device):
+            return None
+        from engine.kernels import quantized_gemm  # triton is installed only with CUDA
+
+        return quantized_gemm
 
     # ---- checkpoint tensors ----------------------------------------------------------------------------------------
 
@@ -262,15 +270,6 @@ class ScaledWeight(WeightMethod):
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         codes, scale, zero = self.element.quantize(blocks, self.scheme.symmetric, scale_dtype)
         return codes.flatten(2, 3).flatten(0, 1)[:outputs, :inputs], scale, zero
-
-
-def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the module of the kernels for quantised weights; None if this device can't run them."""
-    if device.type != "cuda" or not fits(device):
-        return None
-    from engine.kernels import quantized_gemm  # triton is installed only with CUDA
-
-    return quantized_gemm
 
 
 def _steps(first: int, length: int, block: int, step: int, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: torch.cuda.is_available() is False", allow_module_level=True)
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.models.fused_decoder import FusedDecoder
 from tests.engine.lively import PROMPTS, write_lively_model
 from tests.support.quantized import FORMATS, quantize_folder
 
@@ -61,10 +62,30 @@ def test_replays_equal_eager(source, tmp_path, name):
     quantize_folder(source, tmp_path / "quantized", tmp_path / "plain", name)
     answers = []
     for options in ({}, {"cuda_graph_impl": "none"}, {"inference_cuda_graph_scope": "layer"}):
-        settings = SETTINGS | {"dtype": "bfloat16", "kernels": "fused"} | options
+        settings = SETTINGS | {"dtype": "bfloat16"} | options
         with Engine(EngineConfig(model=str(tmp_path / "quantized"), **settings)) as engine:
+            assert isinstance(engine.loop.executor.worker.runner.step_model, FusedDecoder)
             outputs = engine.generate(prompt_token_ids=[*PROMPTS, TEXT], sampling_params=GREEDY)
             answers.append([output.token_ids for output in outputs])
             if not options:
                 assert not dict(engine.stats().graphs["fallbacks"])
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_quantised_model_says_which_layers_it_decodes_with(source, tmp_path, caplog):
+    """One that no fused step computes says why, and what its weights cost."""
+    quantize_folder(source, tmp_path / "quantized", tmp_path / "plain", "awq")
+    caplog.set_level(logging.INFO)
+    for options, said in (
+        ({}, ["using fused kernels", "weights quantised by awq stay int4 in memory; steps of up to 128 rows multiply"]),
+        ({"kernels": "torch"}, ["using the model's own layers: kernels='torch'", "steps of up to 128 rows multiply"]),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ["using the model's own layers: fused kernels need another attention"]),
+        ({"dtype": "float32"}, ["using the model's own layers", "each step dequantises them with PyTorch operations"]),
+    ):
+        caplog.clear()
+        settings = SETTINGS | {"dtype": "bfloat16"} | options
+        with Engine(EngineConfig(model=str(tmp_path / "quantized"), **settings)) as engine:
+            is_fused = isinstance(engine.loop.executor.worker.runner.step_model, FusedDecoder)
+        assert is_fused == (not options)
+        for text in said:
+            assert text in caplog.text
