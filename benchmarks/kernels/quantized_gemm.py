@@ -103,7 +103,7 @@ def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig
     found = [choose_config(rows, case.n, case.k, case.gated, layout)]
     full = max(16, min(128, 1 << (rows - 1).bit_length()))
     tiles = [full] if full <= 64 else [64, 128]
-    for tile_rows, outputs, splits, warps, stages in itertools.product(tiles, (64, 128), (1, 2, 4), (4, 8), (3, 4, 6)):
+    for tile_rows, outputs, splits, warps, stages in itertools.product(tiles, (64, 128), (1, 2, 4), (4, 8), (4, 6)):
         step, gates = layout.step_bytes, 2 if case.gated else 1
         shared = (outputs * gates * step + tile_rows * step * layout.per_byte * 2) * (stages + 1)
         programs = -(-case.n // outputs) * splits * -(-rows // tile_rows)
@@ -137,7 +137,7 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
                 extra = {"pick": pick} if form != "bf16" else {}
                 linear(x, weights[0], out, scratch, gated=case.gated, **extra)
 
-        compile_ahead(run, torch.device("cuda"), workers=6)
+        compile_ahead(run, torch.device("cuda", torch.cuda.current_device()))
         for pick in picks:
             if graphs and time.monotonic() > end:
                 break

@@ -115,7 +115,7 @@ def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: 
         maxima = fused.head(hidden, logits, after_layer=True)
         sampler(logits, maxima, slots, positions, state.last_tokens, chosen)
 
-    compile_ahead(step, model.device)
+    compile_ahead(step, torch.device("cuda", torch.cuda.current_device()))
     rewind()
     quantized = [buffer for module in model.modules() if hasattr(module, "codes") for buffer in module.buffers()]
     weights = sum(tensor.nbytes for tensor in {id(one): one for one in (*model.parameters(), *quantized)}.values())

@@ -36,6 +36,7 @@ class LinearWeight(NamedTuple):
     - `zero`: zeros in the shape of the scales; None: all are 0.
     - `group_of`, `part_of_row`: where columns name their groups of scales (`act_order`), the group of each column,
       int32 [parts, inputs], and the part of each row, int64 [outputs]; None: groups are in order.
+    - `quantizes_activations`: whether kernels may quantise activations to fp8, as the checkpoint's own definition does.
     """
 
     weight: Tensor
@@ -44,6 +45,7 @@ class LinearWeight(NamedTuple):
     zero: Tensor | None = None
     group_of: Tensor | None = None
     part_of_row: Tensor | None = None
+    quantizes_activations: bool = False
 
     @classmethod
     def plain(cls, weight: Tensor) -> LinearWeight:

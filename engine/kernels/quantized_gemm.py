@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
-from engine.kernels.quantized_gemm_kernels import dequantize_kernel, quantized_kernel
+from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
 from engine.kernels.small_batch_gemm import NUM_SMS, LaunchConfig, Scratch, rms_norm
 from engine.kernels.step_kernels import gate_kernel
 
@@ -25,6 +25,9 @@ FORMATS = tuple(CODES_PER_BYTE)
 
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
+
+FP8_GROUP = 128
+"""Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
 
 TILE_OUTPUTS = 64
 TILE_WEIGHTS = 1 << 24
@@ -113,7 +116,14 @@ def linear(
         x = rms_norm(x, norm, eps, scratch.normed[: rows * inputs].view(rows, inputs))
     if rows > MAX_ROWS and pick is None:
         assert not squares  # `half_normed` is 0 for this many rows
-        _linear_dequantized(x, weight, out, scratch, bias, gated, add)
+        product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1) if gated else out
+        if multiplies_fp8(x, weight):
+            _multiply_fp8(x, weight, product, bias, add)
+        else:
+            _multiply_dequantized(x, weight, product, bias, add)
+        if gated:
+            width, pdl = out.shape[1], overlaps(x)
+            gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
         return
     layout = layout_of(weight, inputs)
     pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
@@ -121,13 +131,79 @@ def linear(
     _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
 
 
+def multiplies(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether `multiply` takes x [T, k]: in 16 bits, with few rows or a weight for fp8 activations."""
+    return x.dtype in (torch.bfloat16, torch.float16) and (len(x) <= MAX_ROWS or multiplies_fp8(x, weight))
+
+
 def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
-    """Return x Wᵀ + bias of x [T, k] in its 16-bit dtype, T <= MAX_ROWS, without scratch: K is not split."""
+    """Return x Wᵀ + bias of x [T, k] in its dtype; see `multiplies`. Uses no scratch: K is not split."""
+    x, out = x.contiguous(), torch.empty(len(x), len(weight.weight), dtype=x.dtype, device=x.device)
+    if len(x) > MAX_ROWS:
+        _multiply_fp8(x, weight, out, bias, False)
+        return out
     layout = layout_of(weight, x.shape[1])
-    out = torch.empty(len(x), len(weight.weight), dtype=x.dtype, device=x.device)
     pick = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
-    _launch(x.contiguous(), weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
+    _launch(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
     return out
+
+
+def multiplies_fp8(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether a product of many rows quantises x [T, k] to fp8.
+
+    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W or to 128
+    columns.
+    """
+    if not weight.quantizes_activations or weight.format != "fp8" or not (overlaps(x) or x.device.type == "cpu"):
+        return False
+    layout = layout_of(weight, x.shape[1])
+    return x.shape[1] % 16 == 0 and (layout.groups == 1 or layout.scale_columns == FP8_GROUP)
+
+
+def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two launches."""
+    (rows, inputs), (outputs, pdl) = x.shape, (len(weight.weight), overlaps(x))
+    assert weight.scale is not None
+    layout = layout_of(weight, inputs)
+    group = inputs if layout.groups == 1 else FP8_GROUP
+    codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(inputs // group, rows, dtype=torch.float32, device=x.device)
+    quantize_rows_kernel[(rows, inputs // group)](
+        x,
+        codes,
+        scales,
+        K=inputs,
+        GROUP=group,
+        GROUP_PAD=next_power_of_2(group),
+        PDL=pdl,
+        num_warps=1 if group <= 256 else 4 if group <= 4096 else 8,
+        **launch_options(pdl),
+    )
+    tile_rows, tile_outputs, warps = (128, 128, 8) if rows > 512 else (64, 128, 4)
+    fp8_kernel[(cdiv(rows, tile_rows) * cdiv(outputs, tile_outputs),)](
+        codes,
+        scales,
+        weight.weight,
+        weight.scale,
+        x if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        out.stride(0),
+        K=inputs,
+        SCALE_ROWS=layout.scale_rows,
+        GROUPS=layout.groups,
+        X_GROUPS=inputs // group,
+        BM=tile_rows,
+        BN=tile_outputs,
+        BK=FP8_GROUP,
+        STAGES=4,
+        ADD=add,
+        BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=warps,
+        **launch_options(pdl),
+    )
 
 
 def _launch(
@@ -226,17 +302,13 @@ def dequantize(weight: LinearWeight, inputs: int, dtype: torch.dtype, first: int
     return out
 
 
-def _linear_dequantized(
-    x: Tensor, weight: LinearWeight, out: Tensor, scratch: Scratch, bias: Tensor | None, gated: bool, add: bool
-) -> None:
-    """Compute `linear` of normed x with cuBLAS, tile by tile of the outputs."""
-    (rows, inputs), outputs, pdl = x.shape, len(weight.weight), overlaps(x)
-    product = scratch.gate_up[: rows * outputs].view(rows, outputs) if gated else out
+def _multiply_dequantized(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with cuBLAS, tile by tile of the outputs."""
+    inputs, outputs = x.shape[1], len(weight.weight)
     step = max(1, TILE_WEIGHTS // inputs)
     for first in range(0, outputs, step):
         end = min(first + step, outputs)
-        tile = dequantize(weight, inputs, x.dtype, first, end).T
-        part = product[:, first:end]
+        tile, part = dequantize(weight, inputs, x.dtype, first, end).T, out[:, first:end]
         if add:
             part.addmm_(x, tile)
         elif bias is not None:
@@ -245,6 +317,3 @@ def _linear_dequantized(
             torch.mm(x, tile, out=part)
     if add and bias is not None:
         out.add_(bias)
-    if gated:
-        width = out.shape[1]
-        gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))

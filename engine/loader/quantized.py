@@ -124,5 +124,8 @@ def describe(quantization: Quantization, device: torch.device, dtype: torch.dtyp
     if device.type == "cuda" and fits(device) and dtype in (torch.bfloat16, torch.float16):
         from engine.kernels.quantized_gemm import MAX_ROWS  # imports triton, which is installed only with CUDA
 
-        how = f"steps of up to {MAX_ROWS} rows multiply these bytes, longer ones dequantise a tile at a time"
+        longer = "dequantise a tile at a time"
+        if any(scheme.dynamic_activations for _, scheme in quantization.schemes):
+            longer = "quantise activations to fp8 too, as the checkpoint's config says"
+        how = f"steps of up to {MAX_ROWS} rows multiply these bytes, longer ones {longer}"
     return f"weights quantised {source} stay {quantization.element} in memory; {how}"

@@ -3,10 +3,11 @@
 All formats share this storage, whatever their checkpoints look like, so a kernel needs one layout per element. Each
 format's file says how its checkpoint tensors become codes, scales and zeros.
 
-Arithmetic is weight-only: activations are never quantised, so the scales for that in a checkpoint are checked and not
-used. On a GPU with few rows, a kernel multiplies the codes themselves (engine/kernels/quantized_gemm.py). Otherwise a
-step dequantises a tile of W in float32, rounds it once to the dtype of its activations, and multiplies. All is computed
-at fixed addresses without host reads: a step can be captured.
+Arithmetic is weight-only but for one case: scales for activations in a checkpoint are checked and not used. On a GPU
+with few rows, a kernel multiplies the codes themselves (engine/kernels/quantized_gemm.py); with many rows, where a
+checkpoint's scheme has `dynamic_activations`, a kernel multiplies fp8 codes with activations in fp8. Otherwise a step
+dequantises a tile of W in float32, rounds it once to the dtype of its activations, and multiplies. All is computed at
+fixed addresses without host reads: a step can be captured.
 
 Shapes: N outputs, K inputs, [r, c] the rows and columns that share a scale in storage.
 """
@@ -96,14 +97,22 @@ class ScaledWeight(WeightMethod):
         layer.weight = None
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        return LinearWeight(layer.codes, self.element.name, layer.scale, layer.zero, layer.group_of, layer.part_of_row)
+        return LinearWeight(
+            layer.codes,
+            self.element.name,
+            layer.scale,
+            layer.zero,
+            layer.group_of,
+            layer.part_of_row,
+            self.scheme.dynamic_activations,
+        )
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         outputs, inputs = layer.weight_shape
         kernels = self._kernels(x.device)
-        if kernels is not None and x.dtype in (torch.bfloat16, torch.float16) and len(x) <= kernels.MAX_ROWS:
+        if kernels is not None and kernels.multiplies(x, self.linear_weight(layer)):
             return kernels.multiply(x, self.linear_weight(layer), bias)
         tile = max(1, TILE_ELEMENTS // (inputs * layer.scale_rows)) * layer.scale_rows
         if tile >= outputs:

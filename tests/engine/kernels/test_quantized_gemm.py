@@ -11,7 +11,15 @@ from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # 
 from engine.checkpoint.quantization import WeightScheme
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.kernels.quantized_gemm import MAX_ROWS, choose_config, dequantize, half_normed, layout_of, multiply
+from engine.kernels.quantized_gemm import (
+    MAX_ROWS,
+    choose_config,
+    dequantize,
+    half_normed,
+    layout_of,
+    multiplies_fp8,
+    multiply,
+)
 from engine.kernels.small_batch_gemm import Scratch
 from engine.kernels.step_linear import linear
 from engine.layers.formats import build_method
@@ -190,3 +198,44 @@ def test_an_unknown_format_is_refused() -> None:
     weight = LinearWeight(torch.zeros(64, 32, dtype=torch.uint8, device=DEVICE), "nf4", random(2, 64))
     with pytest.raises(ModelError, match="stores its weight in format 'nf4'"):
         linear(x, weight, random(2, 64), scratch)
+
+
+MAX_FP8_ERROR = 0.04
+"""Relative error of a product with activations in fp8, which round to 2^-4 at most."""
+
+
+def quantized_rows(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return x quantised to fp8 with a scale per `group` columns, and dequantised, in float64."""
+    groups = x.double().unflatten(1, (-1, group))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: Triton's interpreter rounds to fp8 wrongly")
+@pytest.mark.parametrize("scheme", ["fp8 per row", "fp8 per matrix", "fp8 blocks"])
+@pytest.mark.parametrize("form", ["plain", "added_biased", "gated"])
+@pytest.mark.parametrize("rows", [MAX_ROWS + 1, 500, 1030])
+def test_many_rows_are_quantised_where_the_checkpoint_says_so(scheme: str, form: str, rows: int) -> None:
+    """Compares with the same arithmetic in float64, and, more loosely, with plain activations."""
+    outputs, inputs, gated = 1000, 2048, form == "gated"
+    layer = make_layer(scheme, {"a": outputs, "b": outputs} if gated else {"a": outputs}, inputs)
+    weight = layer.linear_weight._replace(quantizes_activations=True)
+    x, bias = random(rows, inputs), random(layer.outputs, seed=3) if form == "added_biased" else None
+    if not multiplies_fp8(x, weight):
+        pytest.skip("this GPU has no fp8")
+    before = random(rows, outputs, seed=4)
+    found = []
+    for exact in (quantized_rows(x, 128 if scheme == "fp8 blocks" else inputs), x.double()):
+        value = exact @ exact_weight(layer).double().T + (0 if bias is None else bias.double())
+        wanted = F.silu(value[:, :outputs]) * value[:, outputs:] if gated else value
+        out = before.clone() if form == "added_biased" else torch.full_like(before, float("nan"))
+        linear(x, weight, out, scratch_for(rows, outputs, inputs), bias=bias, gated=gated, add=form == "added_biased")
+        found.append(relative_error(out, wanted + (before.double() if form == "added_biased" else 0)))
+    assert found[0] < 3 * TOLERANCE and found[1] < MAX_FP8_ERROR
+    assert found[1] > 2 * found[0]  # the activations were quantised
+    if not gated and form == "plain":
+        assert torch.equal(multiply(x, weight, None), out)
+    few = torch.empty(5, outputs, dtype=DTYPE, device=DEVICE)
+    if form == "plain":
+        linear(x[:5], weight, few, scratch_for(5, outputs, inputs))
+        assert relative_error(few, x[:5].double() @ exact_weight(layer).double().T) < TOLERANCE

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 SETTINGS = {"device": "cuda", "max_num_seqs": 8, "max_model_len": 512, "num_pages": 200, "graph_manifest": "none",
             "max_num_batched_tokens": 256, "warmup": "lazy"}  # fmt: skip
+QUANTIZE_ACTIVATIONS = ("ct-fp8-channel", "modelopt-channel")  # in fp8, with many rows
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True)
 TEXT = [index * 37 % 300 + 3 for index in range(200)]  # a prompt of more rows than the kernel for few rows takes
@@ -54,7 +55,7 @@ def test_every_format_runs_fused_with_the_log_probabilities_of_its_weights(sourc
     plain = (found["plain", "bfloat16", "fused"] - exact).abs().mean()
     for kernels in ("fused", "torch"):
         error = (found["quantized", "bfloat16", kernels] - exact).abs().mean()
-        assert error < 1.5 * plain + 5e-3, kernels
+        assert error < 1.5 * plain + (0.3 if name in QUANTIZE_ACTIVATIONS else 5e-3), kernels
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "ct-fp8-channel", "awq", "gptq-desc-act", "ct-int8-zeros", "ct-mxfp4"])
