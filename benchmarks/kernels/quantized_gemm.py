@@ -31,8 +31,8 @@ from engine.layers.linear import Linear
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.kernels.compile_ahead import compile_ahead
     from engine.kernels.linear_weight import LinearWeight
-    from engine.kernels.quantized_gemm import MAX_ROWS, choose_config, layout_of
-    from engine.kernels.small_batch_gemm import LaunchConfig, Scratch
+    from engine.kernels.quantized_gemm import MAX_ROWS, LaunchConfig, choose_config, layout_of
+    from engine.kernels.small_batch_gemm import Scratch
     from engine.kernels.step_linear import linear
 
 NEEDS = "1 GPU"

@@ -68,8 +68,13 @@ class Step(NamedTuple):
     moved: float
 
 
-def build(shape: str, rows: int, context: int, form: str = "plain") -> tuple[Decoder, FusedDecoder, KVCache, Any]:
-    """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state."""
+def build(
+    shape: str, rows: int, context: int, form: str = "plain", kv: KVCache | None = None
+) -> tuple[Decoder, FusedDecoder, KVCache, Any]:
+    """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state.
+
+    `kv`: the pages that another build made for the same arguments, to use them again.
+    """
     config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
     if form != "plain":
         element, block, symmetric = FORMATS[form]
@@ -86,9 +91,10 @@ def build(shape: str, rows: int, context: int, form: str = "plain") -> tuple[Dec
             module.codes.view(torch.uint8).random_(0, 120)
             module.scale.fill_(1e-3)
     pages_each = -(-(context + 512) // PAGE)
-    kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
-    for pages in (*kv.k, *kv.v):
-        pages.normal_()
+    if kv is None:
+        kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
+        for pages in (*kv.k, *kv.v):
+            pages.normal_()
     layout = Layout(rows, 4096 // PAGE)
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
     order = torch.randperm(rows * pages_each, device="cuda") + 1
@@ -219,8 +225,9 @@ def main(argv: Sequence[str]) -> int:
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
     bandwidth = args.bandwidth or copy_bandwidth()
-    forms = ("plain", *args.quantization)
-    builds = {form: build(args.shape, max(args.batches), args.context, form) for form in forms}
+    builds = {"plain": build(args.shape, max(args.batches), args.context)}
+    for form in args.quantization:
+        builds[form] = build(args.shape, max(args.batches), args.context, form, builds["plain"][2])
     for batch in args.batches:
         for row in measure(builds, batch, bandwidth, args):
             report.add({"shape": args.shape} | row)

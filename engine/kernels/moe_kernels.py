@@ -148,7 +148,7 @@ def quantized_expert_kernel(
         x + sources.to(tl.int64)[None, :] * K, is_row[None, :],
         codes + expert.to(tl.int64) * rows_per_expert * (K // PER_BYTE), scale + blocks, zero + blocks, order, order,
         columns, n_count, 0, K, ELEMENT, PER_BYTE, MODE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, False, BM, BN, BK, 1,
-        STAGES, GATED, False, ASM,
+        STAGES, GATED, False, ASM, 0,
     )  # fmt: skip
     in_columns = columns < N
     if BIAS:

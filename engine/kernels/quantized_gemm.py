@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
-from engine.kernels.small_batch_gemm import NUM_SMS, LaunchConfig, Scratch, rms_norm
+from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, rms_norm
 from engine.kernels.step_kernels import gate_kernel
 
 FORMATS = tuple(CODES_PER_BYTE)
@@ -32,6 +32,22 @@ FP8_GROUP = 128
 TILE_OUTPUTS = 64
 TILE_WEIGHTS = 1 << 24
 """The most weights that are dequantised at once: 32 MiB in 16 bits, which stay in the L2 cache until they are read."""
+
+
+class LaunchConfig(NamedTuple):
+    """Launch configuration.
+
+    Rows per tile, outputs per tile, bytes of codes per step, split-K, warps, stages, and how many lines of 128 bytes of
+    each row of codes a program prefetches to the L2 cache while the previous kernel still runs.
+    """
+
+    tile_rows: int
+    tile_outputs: int
+    step_bytes: int
+    splits: int
+    warps: int
+    stages: int
+    lines: int = 0
 
 
 class Layout(NamedTuple):
@@ -67,7 +83,7 @@ def layout_of(weight: LinearWeight, inputs: int) -> Layout:
 
 
 def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Layout) -> LaunchConfig:
-    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ; `columns` are bytes of codes. Depends on shapes."""
+    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format."""
     tile_rows = max(16, min(64, next_power_of_2(rows)))
     tiles = cdiv(outputs, TILE_OUTPUTS) * cdiv(rows, tile_rows)
     step, splits = layout.step_bytes, 1
@@ -246,7 +262,7 @@ def _launch(
         MODE=layout.mode,
         BM=pick.tile_rows,
         BN=pick.tile_outputs,
-        BK=pick.columns,
+        BK=pick.step_bytes,
         SPLITS=pick.splits,
         STAGES=pick.stages,
         GATED=gated,
@@ -258,6 +274,7 @@ def _launch(
         PDL=pdl,
         TRIGGER_AFTER_MATH=late,
         ASM=pdl,
+        LINES=pick.lines,
         num_warps=pick.warps,
         **launch_options(pdl),
     )

@@ -304,12 +304,23 @@ def _add_product(
 
 
 @triton.jit
+def prefetch(w_ptr, rows, mask_n, first, end, BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Load up to LINES lines of 128 bytes of each row of codes, within bytes [first, end), to the L2 cache."""
+    offsets = first + tl.arange(0, LINES) * 128
+    mask = mask_n[:, None] & (offsets < tl.minimum(end, BYTES))[None, :]
+    addresses = (w_ptr + tl.where(mask, rows.to(tl.int64)[:, None] * BYTES + offsets[None, :], 0)).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def accumulate(
     x_rows, mask_m, w_ptr, scale_ptr, zero_ptr, group_ptr, part_ptr, offs_n, n_count, split,
     K: tl.constexpr, ELEMENT: tl.constexpr, PER_BYTE: tl.constexpr, MODE: tl.constexpr, SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, ACT_ORDER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Return W xᵀ, float32 [BN, BM], of rows offs_n of W and this split's part of K; then that of rows n_count below.
 
@@ -346,6 +357,10 @@ def accumulate(
                 scale_ptr, zero_ptr, up_rows, mask_n, column, high_column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE,
                 ZERO,
             )  # fmt: skip
+    if PDL and LINES > 0:
+        prefetch(w_ptr, offs_n, mask_n, first + BK, (split + 1) * (STEPS * BK), BYTES, LINES)
+        if GATED:
+            prefetch(w_ptr, up_rows, mask_n, first + BK, (split + 1) * (STEPS * BK), BYTES, LINES)
     if PDL:
         gdc_wait()
     columns = low_columns(offs_k, PER_BYTE)
@@ -423,6 +438,7 @@ def quantized_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
     SQUARES_PAD: tl.constexpr, PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr, ASM: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
     """GEMM of BM rows of x [M, K] with codes [N, K / PER_BYTE]; a step reads BK bytes of each of BN rows of codes.
 
@@ -438,7 +454,7 @@ def quantized_kernel(
     acc, acc_up = accumulate(
         x_ptr + offs_m.to(tl.int64)[None, :] * K, (offs_m < m_count)[None, :], w_ptr, scale_ptr, zero_ptr, group_ptr,
         part_ptr, offs_n, n_count, split, K, ELEMENT, PER_BYTE, MODE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO,
-        ACT_ORDER, BM, BN, BK, SPLITS, STAGES, GATED, PDL, ASM,
+        ACT_ORDER, BM, BN, BK, SPLITS, STAGES, GATED, PDL, ASM, LINES,
     )  # fmt: skip
     if PDL and TRIGGER_AFTER_MATH:
         gdc_launch_dependents()

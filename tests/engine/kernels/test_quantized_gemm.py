@@ -13,6 +13,7 @@ from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.quantized_gemm import (
     MAX_ROWS,
+    LaunchConfig,
     choose_config,
     dequantize,
     half_normed,
@@ -142,6 +143,22 @@ def test_norm_and_epilogues_equal_float64(scheme: str, form: str, rows: int) -> 
         linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form.startswith("added"))
     assert relative_error(out, wanted) < TOLERANCE
     assert not scratch.arrivals.any()
+
+
+@pytest.mark.parametrize("lines", [0, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "int4 groups with zeros"])
+def test_splits_and_prefetches_do_not_change_a_result_between_runs(scheme: str, splits: int, lines: int) -> None:
+    rows, outputs, inputs = 20, 130, 1024
+    layer, x = make_layer(scheme, {"a": outputs}, inputs), random(rows, inputs)
+    step = layout_of(layer.linear_weight, inputs).step_bytes
+    scratch, runs = scratch_for(rows, outputs, inputs), []
+    for _ in range(3):
+        out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
+        linear(x, layer.linear_weight, out, scratch, pick=LaunchConfig(32, 64, step, splits, 4, 2, lines))
+        runs.append(out)
+    assert relative_error(runs[0], x.double() @ exact_weight(layer).double().T) < TOLERANCE
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
