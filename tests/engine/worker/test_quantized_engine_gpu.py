@@ -80,7 +80,6 @@ def test_a_quantised_model_says_which_layers_it_decodes_with(source, tmp_path, c
     for options, said in (
         ({}, ["using fused kernels", "weights quantised by awq stay int4 in memory; steps of up to 128 rows multiply"]),
         ({"kernels": "torch"}, ["using the model's own layers: kernels='torch'", "steps of up to 128 rows multiply"]),
-        ({"kv_cache_dtype": "fp8_e4m3"}, ["using the model's own layers: fused kernels need another attention"]),
         ({"dtype": "float32"}, ["using the model's own layers", "each step dequantises them with PyTorch operations"]),
     ):
         caplog.clear()
@@ -90,3 +89,27 @@ def test_a_quantised_model_says_which_layers_it_decodes_with(source, tmp_path, c
         assert is_fused == (not options)
         for text in said:
             assert text in caplog.text
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_fp8_cache_is_read_by_fused_steps_and_replays_equal_eager(source, name):
+    answers, scores = [], []
+    for options in (
+        {},
+        {"cuda_graph_impl": "none"},
+        {"max_num_batched_tokens": 32},
+        {"kernels": "torch", "dtype": "float32"},
+        {"kernels": "torch", "dtype": "float32", "kv_cache_dtype": "auto"},
+    ):
+        settings = SETTINGS | {"dtype": "bfloat16", "kv_cache_dtype": name} | options
+        with Engine(EngineConfig(model=str(source), **settings)) as engine:
+            if "kernels" not in options:
+                assert isinstance(engine.loop.executor.worker.runner.step_model, FusedDecoder)
+                assert engine.loop.executor.worker.runner.attention.name == "triton"
+                outputs = engine.generate(prompt_token_ids=[*PROMPTS, TEXT], sampling_params=GREEDY)
+                answers.append([output.token_ids for output in outputs])
+            scores.append(logprobs(engine))
+    assert answers[0] == answers[1]
+    # of the same model in float32, beside what rounding the cache changes
+    assert (scores[0] - scores[3]).abs().mean() < 0.1 + 0.5 * (scores[3] - scores[4]).abs().mean()
+    assert (scores[2] - scores[0]).abs().mean() < 0.1
