@@ -45,7 +45,11 @@ SCHEMES: dict[str, tuple[str, tuple[int | None, int | None], bool]] = {
     "int4-128": ("int4", (1, 128), True),
     "int4-128-zeros": ("int4", (1, 128), False),
     "mxfp4": ("mxfp4", (1, 32), True),
+    "fp8-row-dynamic": ("fp8", (1, None), True),
+    "fp8-block-dynamic": ("fp8", (128, 128), True),
 }
+"""The codes of a format, the rows and columns that share a scale, and whether there are no zeros. With many rows,
+"dynamic" ones quantise activations to fp8."""
 
 
 class Case(NamedTuple):
@@ -75,7 +79,13 @@ def make_weights(case: Case, form: str) -> list[LinearWeight]:
             found.append(LinearWeight.plain(weight))
             continue
         element, block, symmetric = SCHEMES[form]
-        scheme = WeightScheme(layout="online", element=element, block=block, symmetric=symmetric)
+        scheme = WeightScheme(
+            layout="online",
+            element=element,
+            block=block,
+            symmetric=symmetric,
+            dynamic_activations=form.endswith("dynamic"),
+        )
         parts = {"gate": case.n, "up": case.n} if case.gated else {"all": rows}
         layer = Linear(
             parts, case.k, bias=False, dtype=torch.bfloat16, device=device, method=build_method(scheme, parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.quantized_gemm import (
     MAX_ROWS,
     LaunchConfig,
+    Layout,
     choose_config,
     dequantize,
     half_normed,
@@ -198,16 +201,22 @@ def test_every_code_is_converted_exactly(dtype: torch.dtype) -> None:
 
 
 def test_a_tile_fits_shared_memory_and_scratch() -> None:
-    for scheme in SCHEMES:
+    for per_byte, (mode, step) in itertools.product(
+        (1, 2), (("row", 128), ("step", 128), ("step", 32), ("weight", 64))
+    ):
+        layout = Layout(mode, step, per_byte, 1, 128, 32)
         for outputs, inputs, gated in ((6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (64, 96, True)):
-            columns = {"a": outputs * (2 if gated else 1)}
-            layer = make_layer(scheme, columns, 96) if inputs == 96 else None
-            if layer is None:
-                continue
-            layout = layout_of(layer.linear_weight, inputs)
-            for rows in (1, 2, 16, 33, 64, 128):
+            for rows in (1, 2, 16, 33, 64, MAX_ROWS):
                 pick = choose_config(rows, outputs, inputs, gated, layout)
-                assert pick.splits <= 4 and pick.tile_rows * -(-rows // pick.tile_rows) >= rows
+                tiles = -(-outputs // pick.tile_outputs) * -(-rows // pick.tile_rows)
+                gates = 2 if gated else 1
+                stage_bytes = (gates * pick.tile_outputs + 2 * per_byte * pick.tile_rows) * pick.step_bytes
+                assert (pick.stages + 1) * stage_bytes <= 232_448
+                scratch = Scratch(rows, rows, 4096, 2 * outputs, 64, DTYPE, torch.device("meta"))
+                partials = tiles * pick.splits * gates * pick.tile_outputs * pick.tile_rows
+                assert pick.splits == 1 or partials <= scratch.partials.numel()
+                assert tiles <= scratch.arrivals.numel()
+                assert half_normed(rows, outputs, torch.bfloat16) == -(-outputs // pick.tile_outputs)
 
 
 def test_an_unknown_format_is_refused() -> None:
