@@ -132,9 +132,10 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
     widest = case.n * (2 if case.gated else 1)
     scratch = Scratch(max(rows, 128), rows, max(case.k, case.n), widest, 64, torch.bfloat16, torch.device("cuda"))
     graphs: dict[tuple[str, Any], tuple[torch.cuda.CUDAGraph, int]] = {}
-    sizes = {}
+    sizes, kept = {}, []  # a graph doesn't keep the weights that it reads
     for form in ("bf16", *forms):
         weights = make_weights(case, form)
+        kept.append(weights)
         sizes[form] = nbytes(weights[0])
         if form == "bf16":
             graphs[form, "cuBLAS"] = capture(*[partial(library, case, x, w) for w in weights]), len(weights)

@@ -29,6 +29,10 @@ MAX_ROWS = 128
 FP8_GROUP = 128
 """Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
 
+PREFETCHED_LINES = 2
+"""Lines of 128 bytes per row of codes. On an H100, a step of one row of Llama-3.1-8B's shape took 4.69 ms in fp8 and
+3.22 ms in int4, 4.79 and 3.56 ms without, 4.64 and 3.71 ms with four lines."""
+
 TILE_OUTPUTS = 64
 TILE_WEIGHTS = 1 << 24
 """The most weights that are dequantised at once: 32 MiB in 16 bits, which stay in the L2 cache until they are read."""
@@ -94,7 +98,7 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Lay
     stages = min(6, cdiv(steps, splits), SHARED_BYTES // 2 // stage_bytes - 1)
     if layout.mode == "weight":  # a stage holds scales of 4 bytes too
         stages = 2
-    return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages))
+    return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages), PREFETCHED_LINES)
 
 
 def half_normed(rows: int, outputs: int, dtype: torch.dtype) -> int:
