@@ -6,7 +6,8 @@ Random weights, every row at --context tokens; rows advance as they do in servic
 moves (weights, keys and values) over its time; share_of_copy is that over the bandwidth of a copy on the same GPU,
 measured first unless --bandwidth gives it, and floor_ms the time that those bytes take at it. --profile adds each
 kernel's share of one step. --ablate adds what a step takes less without attention, or without one of a layer's linear
-layers: launches overlap, so what a part costs in a step differs from what it takes alone.
+layers: launches overlap, so what a part costs in a step differs from what it takes alone. --quantization adds steps of
+the same shape with quantised weights; the graphs of all formats are replayed in turn.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +30,8 @@ from benchmarks.shapes import shape, write_shape
 from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
+from engine.checkpoint.quantization import Quantization, WeightScheme
+from engine.loader.quantized import weight_methods
 from engine.models import config_from_folder
 from engine.models.decoder import Decoder
 from engine.models.interface import ForwardContext
@@ -37,6 +41,7 @@ from engine.worker.input_buffers import Layout
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.attention import triton as triton_attention
     from engine.attention.triton import TritonBackend
+    from engine.kernels.compile_ahead import compile_ahead
     from engine.models import fused_decoder
     from engine.models.fused_decoder import FusedDecoder
 
@@ -45,19 +50,51 @@ PAGE = 16
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def build(shape: str, rows: int, context: int) -> tuple[Decoder, FusedDecoder, KVCache, Any]:
-    """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state."""
+FORMATS: dict[str, tuple[str, tuple[int | None, int | None], bool]] = {
+    "fp8": ("fp8", (1, None), True),
+    "fp8-block": ("fp8", (128, 128), True),
+    "int8": ("int8", (1, None), True),
+    "int4": ("int4", (1, 128), True),
+}
+"""Formats of --quantization: the codes, the rows and columns that share a scale, and whether there are no zeros."""
+
+
+class Step(NamedTuple):
+    """A captured step. `rewind` sets the rows' first positions; moved: the bytes of weights and of the cache."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], None]
+    rewind: Callable[[], None]
+    moved: float
+
+
+def build(
+    shape: str, rows: int, context: int, form: str = "plain", kv: KVCache | None = None
+) -> tuple[Decoder, FusedDecoder, KVCache, Any]:
+    """Build a model with random weights, pages for `rows` sequences of `context` + 512 tokens, and their state.
+
+    `kv`: the pages that another build made for the same arguments, to use them again.
+    """
     config = config_from_folder(write_shape(shape, tempfile.mkdtemp()))
-    model = Decoder(config, torch.bfloat16, "cuda", max_len=4096)
+    if form != "plain":
+        element, block, symmetric = FORMATS[form]
+        scheme = WeightScheme(layout="online", element=element, block=block, symmetric=symmetric)
+        config = replace(config, quantization=Quantization(method="online", schemes=((("Linear",), scheme),)))
+    model = Decoder(config, torch.bfloat16, "cuda", max_len=4096, methods=weight_methods(config))
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
         if parameter.dim() == 1:
             parameter.data.add_(1)
+    for module in model.modules():
+        if hasattr(module, "codes"):
+            module.codes.view(torch.uint8).random_(0, 120)
+            module.scale.fill_(1e-3)
     pages_each = -(-(context + 512) // PAGE)
-    kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
-    for pages in (*kv.k, *kv.v):
-        pages.normal_()
+    if kv is None:
+        kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
+        for pages in (*kv.k, *kv.v):
+            pages.normal_()
     layout = Layout(rows, 4096 // PAGE)
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
     order = torch.randperm(rows * pages_each, device="cuda") + 1
@@ -65,17 +102,9 @@ def build(shape: str, rows: int, context: int) -> tuple[Decoder, FusedDecoder, K
     return model, model.fused(rows, rows), kv, state
 
 
-def measure(
-    model: Decoder,
-    fused: FusedDecoder,
-    kv: KVCache,
-    state: Any,
-    rows: int,
-    bandwidth: float,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Time the step of `rows` rows; `bandwidth` is a copy's in GB/s."""
-    context, slots, positions = args.context, state.slots[:rows], state.positions[:rows]
+def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: int, context: int) -> Step:
+    """Capture the step of `rows` rows."""
+    slots, positions = state.slots[:rows], state.positions[:rows]
     attention, sampler = TritonBackend(kv, rows), GreedySampler(rows, model.config.vocab_size, model.device)
     logits = torch.empty(rows, model.config.vocab_size, dtype=torch.bfloat16, device="cuda")
     chosen = torch.empty(rows, dtype=torch.int64, device="cuda")
@@ -92,31 +121,52 @@ def measure(
         maxima = fused.head(hidden, logits, after_layer=True)
         sampler(logits, maxima, slots, positions, state.last_tokens, chosen)
 
+    compile_ahead(step, torch.device("cuda", torch.cuda.current_device()))
+    rewind()
+    quantized = [buffer for module in model.modules() if hasattr(module, "codes") for buffer in module.buffers()]
+    weights = sum(tensor.nbytes for tensor in {id(one): one for one in (*model.parameters(), *quantized)}.values())
+    if not model.config.tie_word_embeddings:
+        weights -= model.embedding.weight.nbytes
+    return Step(capture(step), step, rewind, weights + rows * context * kv.nbytes / (kv.num_pages * PAGE))
+
+
+def measure(
+    builds: dict[str, tuple[Decoder, FusedDecoder, KVCache, Any]],
+    rows: int,
+    bandwidth: float,
+    args: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """Time the steps of `rows` rows of all formats, in turn; `bandwidth` is a copy's in GB/s."""
     with torch.inference_mode():
-        graph, times = timed(step, rewind, args.repeats)
-        weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()) - (
-            0 if model.config.tie_word_embeddings else model.embedding.weight.nbytes
-        )
-        cache = rows * context * kv.nbytes / (kv.num_pages * PAGE)
-        ms, moved = statistics.median(times), weights + cache
-        found = {
-            "batch": rows,
-            "ms": round(ms, 4),
-            "least_ms": round(min(times), 4),
-            "floor_ms": round(moved / bandwidth / 1e6, 3),
-            "moved_bytes": round(moved),
-            "gb_per_s": round(moved / ms / 1e6, 1),
-            "share_of_copy": round(moved / ms / 1e6 / bandwidth, 3),
-        }
-        if args.profile:
-            found["kernels"] = kernels(graph, rewind)
-        if args.ablate:
-            found["layer_us"] = {}
-            for part in ("attention", *PRODUCTS):
-                with left_out(fused, part):
-                    less = statistics.median(timed(step, rewind, args.repeats)[1])
-                found["layer_us"][part] = round((ms - less) / model.config.num_layers * 1e3, 2)
-    return found
+        steps = {form: prepare(*built, rows, args.context) for form, built in builds.items()}
+        times: dict[str, list[float]] = {form: [] for form in steps}
+        for _ in range(args.repeats):
+            for form, one in steps.items():
+                times[form] += replay_ms(one.graph, 1, 20, before=one.rewind)
+        for form, one in steps.items():
+            model, fused = builds[form][:2]
+            ms, moved = statistics.median(times[form]), one.moved
+            found = {
+                "batch": rows,
+                "format": form,
+                "ms": round(ms, 4),
+                "least_ms": round(min(times[form]), 4),
+                "floor_ms": round(moved / bandwidth / 1e6, 3),
+                "moved_bytes": round(moved),
+                "gb_per_s": round(moved / ms / 1e6, 1),
+                "share_of_copy": round(moved / ms / 1e6 / bandwidth, 3),
+            }
+            if form != "plain":
+                found["times_plain"] = round(statistics.median(times["plain"]) / ms, 3)
+            if args.profile:
+                found["kernels"] = kernels(one.graph, one.rewind)
+            if args.ablate:
+                found["layer_us"] = {}
+                for part in ("attention", *PRODUCTS):
+                    with left_out(fused, part):
+                        less = statistics.median(timed(one.step, one.rewind, args.repeats)[1])
+                    found["layer_us"][part] = round((ms - less) / model.config.num_layers * 1e3, 2)
+            yield found
 
 
 def timed(
@@ -132,10 +182,10 @@ def timed(
 def left_out(fused: FusedDecoder, part: str) -> Iterator[None]:
     """Leave the launches of this part out of steps within the block; their results are meaningless."""
     layers = [fused.tensors.layer(index) for index in range(fused.depth)]
-    without = {getattr(layer, part).data_ptr() for layer in layers} if part in PRODUCTS else set()
+    without = {getattr(layer, part).weight.data_ptr() for layer in layers} if part in PRODUCTS else set()
     linear, attend = fused_decoder.linear, triton_attention.paged_decode
     fused_decoder.linear = lambda x, weight, *rest, **more: (
-        0 if weight.data_ptr() in without else linear(x, weight, *rest, **more)
+        0 if weight.weight.data_ptr() in without else linear(x, weight, *rest, **more)
     )
     if part == "attention":
         triton_attention.paged_decode = lambda *rest, **more: None
@@ -168,15 +218,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--context", type=harness.count, default=608)
     parser.add_argument("--repeats", type=harness.count, default=9)
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="to compare with (default: a copy's, measured)")
+    parser.add_argument("--quantization", type=harness.names(FORMATS), default=[], help="formats beside plain weights")
     parser.add_argument("--profile", action="store_true", help="each kernel's share")
     parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
     bandwidth = args.bandwidth or copy_bandwidth()
-    model, fused, kv, state = build(args.shape, max(args.batches), args.context)
+    builds = {"plain": build(args.shape, max(args.batches), args.context)}
+    for form in args.quantization:
+        builds[form] = build(args.shape, max(args.batches), args.context, form, builds["plain"][2])
     for batch in args.batches:
-        report.add({"shape": args.shape} | measure(model, fused, kv, state, batch, bandwidth, args))
+        for row in measure(builds, batch, bandwidth, args):
+            report.add({"shape": args.shape} | row)
     print(f"bandwidth of a copy: {bandwidth:,.0f} GB/s" + (" (given)" if args.bandwidth else " (measured)"))
     report.finish(bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

@@ -59,6 +59,7 @@ class Support:
     - devices, dtypes: types of device and of the KV cache.
     - specs: types of cache specs.
     - stored_dtypes: dtypes in which the KV cache may store keys and values beside its own.
+    - stored_capability: the compute capability that a CUDA device needs for `stored_dtypes`.
     - max_head_dim: largest head size.
     - softcap: attention scores can be bounded.
     - sinks: layers may have attention sinks.
@@ -78,6 +79,7 @@ class Support:
     dynamic_lengths: bool
     captures_prefill: bool
     fuses_rotary: bool
+    stored_capability: tuple[int, int] = (0, 0)
 
     def missing(
         self,
@@ -93,6 +95,9 @@ class Support:
             return f"dtype {str(dtype).removeprefix('torch.')}"
         if stored is not None and stored not in self.stored_dtypes:
             return f"a KV cache in {str(stored).removeprefix('torch.')}"
+        if stored is not None and not _has_capability(device, self.stored_capability):
+            major, minor = self.stored_capability
+            return f"a KV cache in {str(stored).removeprefix('torch.')} below compute capability {major}.{minor}"
         if unknown := sorted({type(spec).__name__ for spec in specs if type(spec) not in self.specs}):
             return f"layers with {', '.join(unknown)}"
         if (head_dim := max((spec.head_dim for spec in specs), default=0)) > self.max_head_dim:
@@ -104,6 +109,10 @@ class Support:
         if any(spec.sinks and spec.softcap is not None for spec in specs):
             return "attention sinks beside soft-caps"
         return None
+
+
+def _has_capability(device: torch.device, needed: tuple[int, int]) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= needed
 
 
 class AttentionBackend(Protocol):

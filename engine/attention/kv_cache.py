@@ -109,6 +109,11 @@ class KVCache:
         if v is not None:
             self.v_slots[layer].index_copy_(0, slots, self.encode(v))
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return `.k[layer]` and `.v[layer]` in the dtype of what is stored."""
+        k, v = self.k[layer], self.v[layer]
+        return (k, v) if self.stored is None else (k.view(self.stored), v.view(self.stored))
+
     def encode(self, x: Tensor) -> Tensor:
         """Return keys or values as pages store them. fp8 saturates at its largest number; infinity becomes NaN."""
         if self.stored is None:

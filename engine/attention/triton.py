@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.cache_spec import FullAttentionSpec, SlidingWindowSpec
 from engine.attention.interface import FusedAttention, Support
-from engine.attention.kv_cache import KVCache
+from engine.attention.kv_cache import FP8_DTYPES, KVCache
 from engine.attention.metadata import DecodeMetadata, PrefillMetadata
 from engine.kernels.launch import fits, has_hopper_kernels
 from engine.kernels.paged_decode import (
@@ -41,7 +41,8 @@ class TritonBackend:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         specs=frozenset({FullAttentionSpec, SlidingWindowSpec}),
-        stored_dtypes=frozenset(),
+        stored_dtypes=frozenset(FP8_DTYPES.values()),
+        stored_capability=(8, 9),
         max_head_dim=256,
         softcap=False,
         sinks=True,
@@ -136,8 +137,7 @@ class TritonDecode:
         shared = metadata.shared if metadata.prefix_group == group else None
         paged_decode(
             q,
-            kv.k[layer],
-            kv.v[layer],
+            *kv.pages(layer),
             page_table,
             metadata.positions,
             spec.softmax_scale,
@@ -169,7 +169,7 @@ class TritonPrefill:
         assert v is not None  # Support refuses latent layers
         kv, metadata = self._kv, self._metadata
         table = metadata.page_tables[kv.group_of[layer]]
-        append_kv(k, v, kv.k[layer], kv.v[layer], table, metadata.token_rows, metadata.positions)
+        append_kv(k, v, *kv.pages(layer), table, metadata.token_rows, metadata.positions)
         out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)  # padding rows stay 0
         self._attend(layer, by_kv_head(q, kv.kv_heads), out, sinks)
         return out
@@ -185,13 +185,13 @@ class TritonPrefill:
         sinks: Tensor | None = None,
     ) -> None:
         kv, table = self._kv, self._metadata.page_tables[self._kv.group_of[layer]]
-        norm_rope_append(q, k, v, kv.k[layer], kv.v[layer], table, self._layout, norm_rope)
+        norm_rope_append(q, k, v, *kv.pages(layer), table, self._layout, norm_rope)
         self._attend(layer, q, out, sinks)
 
     def _attend(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         kv = self._kv
         spec, table = kv.spec(layer), self._metadata.page_tables[kv.group_of[layer]]
-        k, v, scale = kv.k[layer], kv.v[layer], spec.softmax_scale
+        (k, v), scale = kv.pages(layer), spec.softmax_scale
         if self._hopper is None or spec.window is not None or sinks is not None:
             paged_prefill(q, k, v, table, self._layout, scale, out, window=spec.window, sinks=sinks)
             return
@@ -202,7 +202,7 @@ class TritonPrefill:
 
 def _hopper_kernels(kv: KVCache) -> ModuleType | None:
     """Return the module of the kernels for Hopper GPUs, if they support this cache."""
-    if not kv.paged or not has_hopper_kernels(kv.device, kv.dtype, kv.head_dim, kv.page_size):
+    if not kv.paged or kv.stored is not None or not has_hopper_kernels(kv.device, kv.dtype, kv.head_dim, kv.page_size):
         return None
     from engine.kernels import hopper_prefill  # other versions of Triton may not have what it imports
 

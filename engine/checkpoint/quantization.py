@@ -40,6 +40,7 @@ class WeightScheme:
     - block: the rows and columns of W that share a scale; None: all of them.
     - symmetric: whether all zeros are the middle of the codes, and not stored.
     - act_order: whether each column names its group of scales (`g_idx`) instead of being in order.
+    - dynamic_activations: whether a product quantises its activations to fp8, with scales from their values.
     """
 
     layout: str
@@ -47,6 +48,7 @@ class WeightScheme:
     block: tuple[int | None, int | None]
     symmetric: bool = True
     act_order: bool = False
+    dynamic_activations: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -230,11 +232,11 @@ def _everywhere(method: str, scheme: WeightScheme, ignored: tuple[str, ...] = ()
 
 def _read_fp8(settings: _Settings) -> Quantization:
     settings.one_of("fmt", ("e4m3",), "e4m3")
-    settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
+    dynamic = settings.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
     settings.ignore("scale_fmt", "activation_block_size", "dequantize")
     block = settings.block("weight_block_size")
     layout = "fp8" if block is None else "fp8-block"
-    scheme = WeightScheme(layout=layout, element="fp8", block=block or (None, None))
+    scheme = WeightScheme(layout=layout, element="fp8", block=block or (None, None), dynamic_activations=dynamic)
     return _everywhere("fp8", scheme, settings.names("ignored_layers", "modules_to_not_convert"))
 
 
@@ -291,7 +293,12 @@ def _read_modelopt(settings: _Settings) -> Quantization:
         "quantized_layers".split()
     )
     inner.only_if_absent("quantized_layers", needed="one algorithm for all modules")
-    scheme = WeightScheme(layout="modelopt", element="fp8", block=MODELOPT_BLOCKS[algorithm])
+    scheme = WeightScheme(
+        layout="modelopt",
+        element="fp8",
+        block=MODELOPT_BLOCKS[algorithm],
+        dynamic_activations=algorithm == "FP8_PER_CHANNEL_PER_TOKEN",
+    )
     patterns = tuple(
         "re:" + re.escape(name).replace(r"\*", ".*") if "*" in name else name
         for name in inner.names("ignore", "exclude_modules")
@@ -365,8 +372,16 @@ def _read_group(settings: _Settings, name: str, values: Mapping[str, Any]) -> tu
         block=block,
         symmetric=weights.one_of("symmetric", (True, False), True),
         act_order=order in (True, "group", "dynamic") and strategy == "group",
+        dynamic_activations=elements[kind] == "fp8" and _has_dynamic_fp8(group.get("input_activations")),
     )
     return targets, scheme
+
+
+def _has_dynamic_fp8(activations: Any) -> bool:
+    """Return whether `input_activations` are quantised to fp8 with scales from their values."""
+    if not isinstance(activations, Mapping):
+        return False
+    return activations.get("dynamic") is True and (activations.get("type"), activations.get("num_bits")) == ("float", 8)
 
 
 READERS: dict[str, Callable[[_Settings], Quantization]] = {

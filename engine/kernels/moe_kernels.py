@@ -6,6 +6,8 @@ An entry is a pair of token and routing choice: entry t * top_k + j is the j-th 
 import triton
 import triton.language as tl
 
+from engine.kernels.quantized_gemm_kernels import accumulate
+
 
 @triton.jit
 def sort_kernel(experts, order, starts, entries, E: tl.constexpr, BLOCK: tl.constexpr):
@@ -29,6 +31,26 @@ def sort_kernel(experts, order, starts, entries, E: tl.constexpr, BLOCK: tl.cons
         place += tl.sum(own, 0)
     if expert == E - 1:
         tl.store(starts + E, place)
+
+
+@triton.jit
+def locate_tile(tile, starts, E: tl.constexpr, E_PAD: tl.constexpr, BM: tl.constexpr):
+    """Return the expert (E: none) and the first place of a tile of BM places, of tiles that are counted by expert."""
+    ids = tl.arange(0, E_PAD)
+    begins = tl.load(starts + ids, mask=ids < E, other=0)
+    tiles = (tl.load(starts + ids + 1, mask=ids < E, other=0) - begins + BM - 1) // BM
+    expert = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (ids < E)).to(tl.int32), 0)
+    tile_in_expert = tile - tl.sum(tl.where(ids < expert, tiles, 0), 0)
+    return expert, tl.load(starts + expert) + tile_in_expert * BM
+
+
+@triton.jit
+def activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Compute GatedActivation with this limit (0: None) and alpha, in float32."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    return gate * tl.sigmoid(ALPHA * gate) * up
 
 
 @triton.jit
@@ -64,15 +86,10 @@ def expert_gemm_kernel(
     Axis 0 counts tiles of BM places, expert by expert; its programs beyond the last tile exit. Axis 1: tiles of BN
     columns.
     """
-    tile = tl.program_id(0)
-    ids = tl.arange(0, E_PAD)
-    begins = tl.load(starts + ids, mask=ids < E, other=0)
-    tiles = (tl.load(starts + ids + 1, mask=ids < E, other=0) - begins + BM - 1) // BM
-    if tile >= tl.sum(tiles, 0):
+    expert, first_place = locate_tile(tl.program_id(0), starts, E, E_PAD, BM)
+    if expert == E:
         return
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    tile_in_expert = tile - tl.sum(tl.where(ids < expert, tiles, 0), 0)
-    places = tl.load(starts + expert) + tile_in_expert * BM + tl.arange(0, BM)
+    places = first_place + tl.arange(0, BM)
     is_row = places < tl.load(starts + expert + 1)
     entries = tl.load(order + places, mask=is_row, other=0)
     sources = entries // TOP_K if GATED else places
@@ -98,13 +115,52 @@ def expert_gemm_kernel(
         if GATED:
             total_up += tl.load(own_bias + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        if LIMIT > 0:
-            total = tl.minimum(total, LIMIT)
-            total_up = tl.minimum(tl.maximum(total_up, -LIMIT), LIMIT) + 1.0
-        total = total * tl.sigmoid(ALPHA * total) * total_up
+        total = activate(total, total_up, LIMIT, ALPHA)
     targets = places if GATED else entries
     at = out + targets.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def quantized_expert_kernel(
+    x, codes, scale, zero, bias, out, order, starts, n_count,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ELEMENT: tl.constexpr, PER_BYTE: tl.constexpr, MODE: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Compute `expert_gemm_kernel` with codes [E, rows, K / PER_BYTE], of which a step reads BK bytes per row.
+
+    Scales and zeros are [E, rows / SCALE_ROWS, GROUPS], where rows are 2N if GATED, else N. n_count is N.
+    """
+    expert, first_place = locate_tile(tl.program_id(0), starts, E, E_PAD, BM)
+    if expert == E:
+        return
+    places = first_place + tl.arange(0, BM)
+    is_row = places < tl.load(starts + expert + 1)
+    entries = tl.load(order + places, mask=is_row, other=0)
+    sources = entries // TOP_K if GATED else places
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    rows_per_expert = 2 * N if GATED else N
+    blocks = expert.to(tl.int64) * (rows_per_expert // SCALE_ROWS * GROUPS)
+    total, total_up = accumulate(
+        x + sources.to(tl.int64)[None, :] * K, is_row[None, :],
+        codes + expert.to(tl.int64) * rows_per_expert * (K // PER_BYTE), scale + blocks, zero + blocks, order, order,
+        columns, n_count, 0, K, ELEMENT, PER_BYTE, MODE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, False, BM, BN, BK, 1,
+        STAGES, GATED, False, ASM, 0,
+    )  # fmt: skip
+    in_columns = columns < N
+    if BIAS:
+        own_bias = bias + expert * rows_per_expert + columns
+        total += tl.load(own_bias, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total_up += tl.load(own_bias + N, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        total = activate(total, total_up, LIMIT, ALPHA)
+    targets = places if GATED else entries
+    at = out + targets.to(tl.int64)[None, :] * N + columns[:, None]
+    tl.store(at, total.to(out.dtype.element_ty), mask=is_row[None, :] & in_columns[:, None])
 
 
 @triton.jit

@@ -54,6 +54,10 @@ _INTERPRETER_SMS = 132
 _LOG2_E = 1.4426950408889634
 
 
+FP8_PAGES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of caches beside the dtype of q."""
+
+
 class Tiling(NamedTuple):
     """Static shape of a launch: keys per loop iteration, warps, pipeline stages. See `choose_tiling`."""
 
@@ -112,7 +116,7 @@ def prefix_members(group: int) -> int:
 
 def prefix_block(k_cache: torch.Tensor) -> int:
     """Return the keys per iteration of a program that attends to a shared prefix."""
-    row_bytes = next_power_of_2(k_cache.shape[3]) * k_cache.element_size()
+    row_bytes = next_power_of_2(k_cache.shape[3]) * max(2, k_cache.element_size())  # fp8 is converted to 16 bits
     return max(16, min(64, 16384 // row_bytes))
 
 
@@ -181,7 +185,7 @@ def paged_decode(
         _check_shared(shared, batch, group, window)
     check_sinks(sinks, kv_heads * group)
     out = _output(out, q)
-    tiling = tiling or choose_tiling(dim, k_cache.dtype, batch, kv_heads)
+    tiling = tiling or choose_tiling(dim, q.dtype, batch, kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     own_splits, prefix_splits = _split_places(batch, splits.limit, shared is not None)
     workspace = _workspace(workspace, q, own_splits + prefix_splits)
@@ -198,7 +202,7 @@ def paged_decode(
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, next_power_of_2(dim)),
         "PAGE": page_size, "PREFIX_SPLITS": prefix_splits, "BY_SLOT": slots is not None,
         "NORM": norm_rope.q_norm is not None, "ROPE": rotation is not None, "PDL": pdl,
-        "PRECISION": "tf32x3" if k_cache.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
     } | launch_options(pdl)  # fmt: skip
     if shared is not None:
         prefix_kernel[(kv_heads, len(members), prefix_splits)](
@@ -234,7 +238,7 @@ def decode_workspace(
     """
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
-    tiling = tiling or choose_tiling(dim, k_cache.dtype, len(q), kv_heads)
+    tiling = tiling or choose_tiling(dim, q.dtype, len(q), kv_heads)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     return _allocate(q, sum(_split_places(len(q), splits.limit, shared)))
 
@@ -254,7 +258,7 @@ class DecodeScratch:
         keys, num_sms = page_table.shape[1] * page_size, _num_sms(q.device)
         self._splits = []
         for rows in range(1, max_rows + 1):
-            block_keys = choose_tiling(dim, k_cache.dtype, rows, kv_heads).block_keys
+            block_keys = choose_tiling(dim, q.dtype, rows, kv_heads).block_keys
             limit = choose_splits(rows, kv_heads, keys, num_sms, block_keys).limit
             self._splits.append(sum(_split_places(rows, limit, shared)))
         partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]

@@ -78,6 +78,16 @@ def _norm_rope(
 
 
 @triton.jit
+def to_stored(x, pages):
+    """Return x in the dtype that `pages` point to. fp8 saturates at its largest number; infinity becomes NaN."""
+    if pages.dtype.element_ty.primitive_bitwidth == 8:
+        limit = 448.0 if pages.dtype.element_ty == tl.float8e4nv else 57344.0
+        x = x.to(tl.float32)
+        x = tl.minimum(tl.maximum(x, -limit), limit) + (x - x)
+    return x.to(pages.dtype.element_ty)
+
+
+@triton.jit
 def _append_kv(
     k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot, norm_ptr, cos_ptr, sin_ptr, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
@@ -92,8 +102,8 @@ def _append_kv(
     )
     k = tl.sum(k, 0)
     v = tl.load(v_ptr + dims, mask=dims < DIM)
-    tl.store(k_base + target, k.to(k_base.dtype.element_ty), mask=dims < DIM)
-    tl.store(v_base + target, v.to(v_base.dtype.element_ty), mask=dims < DIM)
+    tl.store(k_base + target, to_stored(k, k_base), mask=dims < DIM)
+    tl.store(v_base + target, to_stored(v, v_base), mask=dims < DIM)
 
 
 @triton.jit
@@ -151,6 +161,7 @@ def _attend(
             k = tl.load(k_base + kv_offsets, mask=dim_ok[None, :], other=0.0)
         # a stale slot may hold NaN and 0 * NaN would poison the sum, so values out of range are read as zero
         v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of fp8 pages, exact
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         scores = tl.where(in_range[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -213,7 +224,7 @@ def prefix_kernel(
     position = tl.load(positions_ptr + row)[:, None]
     q = _norm_rope(heads, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE, BY_ROW=True)
     acc, lse = _attend(
-        q.to(k_cache_ptr.dtype.element_ty), table, page, k_cache_ptr + kv_head * cache_head,
+        q.to(q_ptr.dtype.element_ty), table, page, k_cache_ptr + kv_head * cache_head,
         v_cache_ptr + kv_head * cache_head, start, end, 0, scale_log2, cache_page, cache_slot,
         MEMBERS * GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, False,
         tl.full([MEMBERS * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([MEMBERS * GROUP_PAD], tl.float32),
@@ -289,7 +300,7 @@ def decode_kernel(
     position = length.to(tl.int64) - 1
     heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
     q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
-    q = q.to(k_cache_ptr.dtype.element_ty)
+    q = q.to(q_ptr.dtype.element_ty)
     if APPEND:
         if end == length:  # exactly one program of this row and head holds the newest key
             _append_kv(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.launch import cdiv, next_power_of_2
-from engine.kernels.paged_decode import _LOG2_E, NormRope, by_kv_head, check_sinks, check_window
+from engine.kernels.paged_decode import _LOG2_E, FP8_PAGES, NormRope, by_kv_head, check_sinks, check_window
 from engine.kernels.paged_prefill_kernels import append_kernel, norm_rope_kernel, prefill_kernel
 
 FULL_DEVICE_PROGRAMS = 256
@@ -148,8 +148,8 @@ def paged_prefill(
 ) -> Tensor:
     """Write causal attention of rotated queries q [T, H, D] over their sequences' pages to out [T, H * D].
 
-    q may also be [T, KV, H/KV, D], if the query groups are strided; its dtype is that of the caches. Float32 is
-    computed in float32, without TF32.
+    q may also be [T, KV, H/KV, D], if the query groups are strided; its dtype is that of the caches, or they are in
+    fp8. Float32 is computed in float32, without TF32.
 
     A query at position p reads keys 0..p from the pages, which must already hold its chunk's own keys. With a
     `window` it reads keys p - window + 1..p: earlier pages are not read, their page-table entries may be 0.
@@ -165,8 +165,11 @@ def paged_prefill(
     heads = kv_heads * group
     check_window(window)
     check_sinks(sinks, heads)
-    if q.dtype != k_cache.dtype or v_cache.dtype != k_cache.dtype:
-        raise ValueError(f"q and the caches must have one dtype, found {q.dtype}, {k_cache.dtype} and {v_cache.dtype}")
+    if k_cache.dtype not in (q.dtype, *FP8_PAGES) or v_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            f"q and the caches must have one dtype, or the caches be fp8; found {q.dtype}, {k_cache.dtype} and "
+            f"{v_cache.dtype}"
+        )
     if out.shape != (tokens, heads * dim) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous [{tokens}, {heads * dim}], found {tuple(out.shape)}")
     chunks = len(layout.ends)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.paged_decode_kernels import LOG2_E, _norm_rope
+from engine.kernels.paged_decode_kernels import LOG2_E, _norm_rope, to_stored
 
 LOWEST = tl.constexpr(-1e30)
 """Stands for the maximum of no scores: finite, and below any score of finite queries and keys."""
@@ -46,8 +46,8 @@ def norm_rope_kernel(
         page = tl.load(table_ptr + slot * table_row + position // PAGE).to(tl.int64)
         start = page * cache_page + kv_heads * cache_head + dims[None, :]
         target = start + (position % PAGE) * cache_slot
-        tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=kv_mask)
-        tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=kv_mask)
+        tl.store(k_cache_ptr + target, to_stored(k, k_cache_ptr), mask=kv_mask)
+        tl.store(v_cache_ptr + target, to_stored(v, v_cache_ptr), mask=kv_mask)
         _zero_rest(v_cache_ptr + start, kv_mask, slots_ptr, token, slot, position, cache_slot, PAGE)
 
 
@@ -62,7 +62,8 @@ def _zero_rest(v_ptrs, mask, rows_ptr, token, row, position, cache_slot, PAGE: t
         is_last = tl.load(rows_ptr + token + 1) != row
     if is_last:
         for slot in range(position % PAGE + 1, PAGE):
-            tl.store(v_ptrs + slot * cache_slot, tl.zeros(v_ptrs.shape, v_ptrs.dtype.element_ty), mask=mask)
+            zero = tl.zeros(v_ptrs.shape, tl.float32).to(v_ptrs.dtype.element_ty)
+            tl.store(v_ptrs + slot * cache_slot, zero, mask=mask)
 
 
 @triton.jit
@@ -83,8 +84,8 @@ def append_kernel(
         page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
         start = page * cache_page + heads * cache_head + dims
         target = start + (position % PAGE) * cache_slot
-        tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(k_cache_ptr + target, to_stored(k, k_cache_ptr), mask=mask)
+        tl.store(v_cache_ptr + target, to_stored(v, v_cache_ptr), mask=mask)
         _zero_rest(v_cache_ptr + start, mask, rows_ptr, token, row, position, cache_slot, PAGE)
 
 
@@ -121,6 +122,7 @@ def _attend(
         else:
             k = tl.load(k_base + offsets)
             v = tl.load(v_base + offsets)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of fp8 pages, exact
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         if MASKED:
             seen = key_positions[None, :] <= positions[:, None]

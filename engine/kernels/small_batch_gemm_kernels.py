@@ -120,6 +120,57 @@ def vector_kernel(
 
 
 @triton.jit
+def finish(
+    acc, acc_up, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
+    partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
+    SQUARES_PAD: tl.constexpr,
+):  # fmt: skip
+    """Complete the norm of x, add the sums of the SPLITS programs of a tile, and apply the epilogue.
+
+    acc and acc_up float32 [BN, BM]: the program's sums, and the sums of the up projection if GATED.
+    """
+    if NUM_SQUARES > 0:
+        indices = tl.arange(0, SQUARES_PAD)
+        squares_ptrs = squares_ptr + offs_m.to(tl.int64)[:, None] * NUM_SQUARES + indices[None, :]
+        squares = tl.load(squares_ptrs, mask=(offs_m < m_count)[:, None] & (indices < NUM_SQUARES)[None, :], other=0.0)
+        rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+        acc *= rstd
+        acc_up *= rstd
+    if SPLITS == 1:
+        _epilogue(
+            acc_up if GATED else acc, acc, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr,
+            normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS, TILE_ARGMAX,
+            HALF_NORM,
+        )  # fmt: skip
+    else:
+        NUM_ACCS: tl.constexpr = 2 if GATED else 1
+        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
+        offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        partial_ptrs = partial_ptr + tile_index * SPLITS * NUM_ACCS * BN * BM + offsets
+        tl.store(partial_ptrs + split * NUM_ACCS * BN * BM, acc)
+        if GATED:
+            tl.store(partial_ptrs + (split * NUM_ACCS + 1) * BN * BM, acc_up)
+        # all warps store before the arrival, which releases these stores and acquires the other splits' stores
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr + tile_index, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            total = tl.zeros([BN, BM], tl.float32)
+            total_up = tl.zeros([BN, BM], tl.float32)
+            for other_split in tl.static_range(SPLITS):
+                # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
+                total += tl.load(partial_ptrs + other_split * NUM_ACCS * BN * BM, cache_modifier=".cg")
+                if GATED:
+                    total_up += tl.load(partial_ptrs + (other_split * NUM_ACCS + 1) * BN * BM, cache_modifier=".cg")
+            _epilogue(
+                total_up if GATED else total, total, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr,
+                next_norm_ptr, normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS,
+                TILE_ARGMAX, HALF_NORM,
+            )  # fmt: skip
+            tl.store(arrivals_ptr + tile_index, 0)
+
+
+@triton.jit
 def matrix_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, best_ptr, best_at_ptr, next_norm_ptr, normed_ptr, squares_ptr, partial_ptr,
     arrivals_ptr, m_count, n_count, eps,
@@ -168,40 +219,8 @@ def matrix_kernel(
             acc_up = tl.dot(up, x, acc_up)
     if PDL and TRIGGER_AFTER_MATH:
         gdc_launch_dependents()
-    if NUM_SQUARES > 0:
-        indices = tl.arange(0, SQUARES_PAD)
-        squares_ptrs = squares_ptr + offs_m.to(tl.int64)[:, None] * NUM_SQUARES + indices[None, :]
-        squares = tl.load(squares_ptrs, mask=(offs_m < m_count)[:, None] & (indices < NUM_SQUARES)[None, :], other=0.0)
-        rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
-        acc *= rstd
-        acc_up *= rstd
-    if SPLITS == 1:
-        _epilogue(
-            acc_up if GATED else acc, acc, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr,
-            normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS, TILE_ARGMAX,
-            HALF_NORM,
-        )  # fmt: skip
-    else:
-        NUM_ACCS: tl.constexpr = 2 if GATED else 1
-        tile_index = tl.program_id(2) * tl.num_programs(0) + tile
-        offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        partial_ptrs = partial_ptr + tile_index * SPLITS * NUM_ACCS * BN * BM + offsets
-        tl.store(partial_ptrs + split * NUM_ACCS * BN * BM, acc)
-        if GATED:
-            tl.store(partial_ptrs + (split * NUM_ACCS + 1) * BN * BM, acc_up)
-        # all warps store before the arrival, which releases these stores and acquires the other splits' stores
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals_ptr + tile_index, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            total = tl.zeros([BN, BM], tl.float32)
-            total_up = tl.zeros([BN, BM], tl.float32)
-            for other_split in tl.static_range(SPLITS):
-                # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
-                total += tl.load(partial_ptrs + other_split * NUM_ACCS * BN * BM, cache_modifier=".cg")
-                if GATED:
-                    total_up += tl.load(partial_ptrs + (other_split * NUM_ACCS + 1) * BN * BM, cache_modifier=".cg")
-            _epilogue(
-                total_up if GATED else total, total, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr,
-                next_norm_ptr, normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS,
-                TILE_ARGMAX, HALF_NORM,
-            )  # fmt: skip
-            tl.store(arrivals_ptr + tile_index, 0)
+    finish(
+        acc, acc_up, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
+        partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps, K, BM, BN, SPLITS, GATED, ADD, BIAS, TILE_ARGMAX,
+        HALF_NORM, NUM_SQUARES, SQUARES_PAD,
+    )  # fmt: skip

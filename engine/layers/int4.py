@@ -114,7 +114,7 @@ class Int4Weight(WeightMethod):
 
     def linear_weight(self, layer: Any) -> LinearWeight:
         """Return the weight as kernels read it, in the layouts of `pack_codes` and `pack_scales`."""
-        return LinearWeight(layer.packed, "int4", layer.scales)
+        return LinearWeight(layer.packed, "cpu_int4", layer.scales)
 
     def slots(self, layer: Any, start: int, rows: int, expert: int | None = None) -> dict[str, Stored]:
         return {"weight": Stored(Int4Slot(layer, start, rows), 0, 1)}

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
+from engine.kernels.launch import fits
 from engine.kernels.linear_weight import LinearWeight
 from engine.layers.activation import SWIGLU, GatedActivation
 from engine.layers.expert_names import ExpertNames, StackedSlot
@@ -168,6 +169,15 @@ class ExpertWeights(nn.Module):
         """Return the weights [E, outputs, inputs] in `dtype`; quantised weights are dequantised at each call."""
         return self.method.dense(self, dtype)
 
+    def operand(self, x: Tensor) -> Tensor | LinearWeight:
+        """Return the weights for a product with x: as stored if the GPU's kernels read them, else in x's dtype."""
+        if self.method is not PLAIN and x.is_cuda and fits(x.device):
+            from engine.kernels.moe import reads  # triton is installed only with CUDA
+
+            if reads(self.linear_weight, x.dtype):
+                return self.linear_weight
+        return self.dense(x.dtype)
+
     def stored(self, expert: int, start: int, rows: int) -> dict[str, Stored]:
         """Map the last part of checkpoint names to the storage of some rows of an expert's matrix and bias."""
         found = self.method.slots(self, start, rows, expert)
@@ -210,7 +220,6 @@ class Experts(nn.Module):
         weights float32 [T, k], experts int64 [T, k]. A row whose experts are all NO_EXPERT gets 0. With several ranks,
         each computes its columns of every expert, and the outputs are summed over the ranks.
         """
-        gate_up, down = self.gate_up.dense(x.dtype), self.down.dense(x.dtype)
         run: Callable[..., Tensor] = run_experts_grouped
         if x.is_cuda:
             from engine.kernels.moe import run_experts  # triton is installed only with CUDA
@@ -220,8 +229,8 @@ class Experts(nn.Module):
             x,
             weights,
             experts,
-            gate_up,
-            down,
+            self.gate_up.operand(x),
+            self.down.operand(x),
             gate_up_bias=self.gate_up.bias,
             down_bias=self.down.bias if self.parallel.is_first else None,
             limit=self.activation.limit,

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from engine.checkpoint.quantization import ONLINE, Quantization, WeightScheme
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
+from engine.kernels.launch import fits
 from engine.layers.formats import build_method
 from engine.layers.formats.slots import PLAIN_NAME
 from engine.layers.weight_method import PLAIN, WeightMethod, WeightMethods, plain_weights
@@ -113,11 +114,18 @@ def _described(scheme: WeightScheme | None) -> str:
     return "plain" if scheme is None else f"{scheme.element} in blocks of {scheme.block}"
 
 
-def describe(quantization: Quantization, device: torch.device) -> str:
-    """Return a line for the start-up log: what is stored, and what a step computes."""
+def describe(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str:
+    """Return a line for the start-up log: what is stored, and what a step with activations of `dtype` computes."""
     source = "while loading" if quantization.method == ONLINE else f"by {quantization.method}"
-    return (
-        f"weights quantised {source} stay {quantization.element} in memory; each step dequantises them with PyTorch "
-        f"operations, which saves memory and is slower than plain weights: there is no fused kernel for them on "
-        f"{device.type} yet"
+    how = (
+        "each step dequantises them with PyTorch operations, which saves memory and is slower than plain weights: "
+        f"there are no kernels for them on {device.type} in {dtype}"
     )
+    if device.type == "cuda" and fits(device) and dtype in (torch.bfloat16, torch.float16):
+        from engine.kernels.quantized_gemm import MAX_ROWS  # imports triton, which is installed only with CUDA
+
+        longer = "dequantise a tile at a time"
+        if any(scheme.dynamic_activations for _, scheme in quantization.schemes):
+            longer = "quantise activations to fp8 too, as the checkpoint's config says"
+        how = f"steps of up to {MAX_ROWS} rows multiply these bytes, longer ones {longer}"
+    return f"weights quantised {source} stay {quantization.element} in memory; {how}"

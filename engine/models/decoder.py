@@ -38,7 +38,7 @@ FUSED_OPTIONS = frozenset(
     attention_sinks scaled_positions
     num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
     sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
-    expert_names bos_token_id eos_token_ids dtype has_lm_head num_labels""".split()
+    expert_names bos_token_id eos_token_ids dtype has_lm_head num_labels quantization""".split()
 )
 """Options of ModelConfig that FusedDecoder computes."""
 

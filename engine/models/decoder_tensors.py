@@ -75,9 +75,7 @@ class LayerTensors(NamedTuple):
         """Yield (name, tensor) of every parameter; the scale of a quantised weight is `qkv.scale` and so on."""
         for name, value in self._asdict().items():
             if isinstance(value, LinearWeight):
-                yield name, value.weight
-                if value.scale is not None:
-                    yield f"{name}.scale", value.scale
+                yield from value.named_tensors(name)
             elif name not in ("mlp", "moe"):
                 yield name, value
 

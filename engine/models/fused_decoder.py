@@ -34,8 +34,9 @@ from engine.kernels.expert_step import MAX_ROWS, ExpertScratch, ExpertTensors, a
 from engine.kernels.launch import launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import LinearWeight
 from engine.kernels.paged_decode import NormRope
-from engine.kernels.small_batch_gemm import FORMATS, Scratch, half_normed, linear
+from engine.kernels.small_batch_gemm import Scratch
 from engine.kernels.step_kernels import embed_kernel
+from engine.kernels.step_linear import FORMATS, half_normed, linear
 from engine.layers.moe import MoE, Router
 from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
@@ -108,8 +109,8 @@ class FusedDecoder(Model):
         def kind(index: int, spec: CacheSpec) -> Hashable:
             layer = self.tensors.layer(index)
             tensors = *layer.named_tensors(), ("next_norm", self._norm_after_layer(index))
-            own = None if layer.mlp is None else own_kinds[index]
-            return index == 0, self._leaves_squares(index - 1), spec, tensor_kinds(tensors), own
+            own, last = None if layer.mlp is None else own_kinds[index], self._last_weight(index - 1)
+            return index == 0, None if last is None else last.format, spec, tensor_kinds(tensors), own
 
         return [kind(index, spec) for index, spec in enumerate(self.cache_specs())]
 
@@ -187,7 +188,7 @@ class FusedDecoder(Model):
             eps=self.eps,
             bias=layer.gate_up_bias,
             gated=True,
-            squares=self._partial_squares(rows, self._attention_out.shape[1]),
+            squares=self._partial_squares(rows, layer.o),
         )
         self._add_linear(hidden, gated, layer.down, layer.down_bias, self._norm_after_layer(index), buffer_index=1)
 
@@ -211,24 +212,28 @@ class FusedDecoder(Model):
         linear(x, weight, partial_sum, self._scratch, bias=bias if self.collectives.is_first else None, add=accumulate)
         self.collectives.all_reduce_shared(hidden, buffer_index)
 
-    def _partial_squares(self, rows: int, inputs: int) -> int:
-        """Return the partial sums of squares per row that `_add_linear` leaves for the next norm; 0: none.
+    def _partial_squares(self, rows: int, weight: LinearWeight) -> int:
+        """Return the partial sums of squares per row that `_add_linear` of `weight` leaves for the next norm; 0: none.
 
         With tensor parallelism it is 0, since the norm needs the all-reduced hidden.
         """
-        return 0 if self.collectives else half_normed(rows, self.config.hidden_size, inputs, self.dtype)
+        return 0 if self.collectives else half_normed(rows, weight, self.dtype)
 
     def _norm_after_layer(self, index: int) -> Tensor:
         """Return the weight of the norm that reads the output of layer `index`."""
         return self.tensors.norm if index + 1 == self.depth else self.tensors.layer(index + 1).input_norm
 
-    def _leaves_squares(self, index: int) -> bool:
-        """Return whether layer `index` (-1: the embedding) ends with a GEMM that can start the norm after it."""
-        return index >= 0 and self.tensors.layer(index).mlp is None
+    def _last_weight(self, index: int) -> LinearWeight | None:
+        """Return the weight of the GEMM that ends layer `index`, which can start the norm after it; None: no GEMM does.
+
+        Index -1 is the embedding.
+        """
+        return self.tensors.layer(index).down if index >= 0 else None
 
     def _squares_after_layer(self, index: int, rows: int) -> int:
         """Return the partial sums of squares per row that layer `index` leaves for the norm after it; 0: none."""
-        return self._partial_squares(rows, self.config.intermediate_size) if self._leaves_squares(index) else 0
+        weight = self._last_weight(index)
+        return 0 if weight is None else self._partial_squares(rows, weight)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._model.final_norm(hidden)

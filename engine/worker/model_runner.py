@@ -101,7 +101,7 @@ class ModelRunner:
         self.attention = backend(self.kv, config.max_num_seqs)
         if stored is not None:
             logger.info(
-                "KV cache in %s, read by %s attention: it halves the cache's memory, and no fused kernel reads it yet",
+                "KV cache in %s, read by %s attention: it halves the cache's memory",
                 config.kv_cache_dtype,
                 backend.name,
             )

@@ -15,6 +15,7 @@ from engine.attention.cache_spec import group_layers, paged_layers, recurrent_la
 from engine.attention.kv_cache import FP8_DTYPES
 from engine.config import EngineConfig, ResolvedConfig
 from engine.errors import ConfigError
+from engine.kernels.launch import fits
 from engine.layers.formats.scaled_weight import TILE_ELEMENTS
 from engine.models.config import ModelConfig
 
@@ -132,16 +133,23 @@ def pages_per_sequence(model: ModelConfig, page_size: int, context: int, batched
     )
 
 
-def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a step's activations, for `batched` tokens and `seqs` rows of logits."""
+def step_bytes(model: ModelConfig, seqs: int, batched: int, dtype: torch.dtype, has_kernels: bool = False) -> int:
+    """Estimate the bytes of a step's activations, for `batched` tokens and `seqs` rows of logits.
+
+    `has_kernels`: whether the device has kernels for quantised weights.
+    """
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     split = 4096 * max(model.hidden_size, 2 * model.intermediate_size)  # split-K GEMMs: 4 float32 sums of 256 rows
     logits = 3 * 4 * seqs * model.vocab_size  # float32: the step's, and two copies while sampling
     dequantized = 0
     if model.quantization is not None:
-        # float32 values beside those in the dtype: of a tile, or of all experts of a layer
         experts = model.num_experts * model.hidden_size * model.moe_intermediate_size
-        dequantized = (8 + dtype.itemsize) * max(TILE_ELEMENTS, 2 * experts) + dtype.itemsize * experts
+        if not has_kernels:  # float32 values beside values in the dtype: of a tile, or of all experts of a layer
+            dequantized = (8 + dtype.itemsize) * max(TILE_ELEMENTS, 2 * experts) + dtype.itemsize * experts
+        elif any(scheme.act_order for _, scheme in model.quantization.schemes):  # no kernel reads such experts
+            dequantized = dtype.itemsize * max(TILE_ELEMENTS, 3 * experts)
+        else:
+            dequantized = dtype.itemsize * TILE_ELEMENTS
     activations = dtype.itemsize * batched * (4 * model.hidden_size + heads + model.mlp_activations)
     return split + logits + dequantized + activations
 
@@ -165,7 +173,8 @@ def _affordable_pages(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - (total - free) - GRAPH_RESERVE_BYTES
-        budget -= step_bytes(model, seqs, batched, dtype)
+        has_kernels = model.quantization is not None and dtype != torch.float32 and fits(device)
+        budget -= step_bytes(model, seqs, batched, dtype, has_kernels)
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget = min(CPU_KV_BYTES, int(memory * CPU_KV_SHARE))

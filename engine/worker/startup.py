@@ -107,7 +107,7 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
         threads = threads or max(1, torch.get_num_threads() // ranks)
     weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
     if model_config.quantization is not None:
-        logger.info("%s", describe(model_config.quantization, device))
+        logger.info("%s", describe(model_config.quantization, device, dtype))
     _say_if_lowered(config, source, model_config, dtype)
     # rejects invalid sizes; the pages are counted when the weights are loaded
     resolve(dataclasses.replace(config, num_pages=config.num_pages or 2), model_config, device, dtype)

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from engine.kernels.linear_weight import PACKED_COLUMNS
+
 FP8 = torch.float8_e4m3fn
 TINY = 2.0**-100
 """The smallest scale, that of blocks of zeros."""
@@ -116,37 +118,37 @@ class Int8(Integer):
 
 
 class Int4(Integer):
-    """Two codes per byte, the even column in the low half. Stored unsigned: a code plus 8."""
+    """Two codes per byte, as `pack_halves` places them. Stored unsigned: a code plus 8."""
 
     name, stored, half, per_byte = "int4", torch.uint8, 8, 2
     zero_dtype = torch.int8
 
     def pack(self, codes: Tensor) -> Tensor:
-        return pack_nibbles((codes + 8).to(torch.uint8))
+        return pack_halves((codes + 8).to(torch.uint8))
 
     def unpack(self, stored: Tensor) -> Tensor:
-        return unpack_nibbles(stored).to(torch.int16) - 8
+        return unpack_halves(stored).to(torch.int16) - 8
 
     def decode(self, stored: Tensor) -> Tensor:
-        return unpack_nibbles(stored).float().sub_(8)
+        return unpack_halves(stored).float().sub_(8)
 
 
 class MxFp4(Element):
     """E2M1 numbers, two per byte, with scales that are powers of two: exponents + 127 in a byte (E8M0).
 
-    Codes are 0 to 15: sign, two bits of exponent, one of mantissa.
+    Codes are 0 to 15: sign, two bits of exponent, one of mantissa. `pack_halves` places them.
     """
 
     name, stored, per_byte, scale_dtype = "mxfp4", torch.uint8, 2, torch.uint8
 
     def pack(self, codes: Tensor) -> Tensor:
-        return pack_nibbles(codes.to(torch.uint8))
+        return pack_halves(codes.to(torch.uint8))
 
     def unpack(self, stored: Tensor) -> Tensor:
-        return unpack_nibbles(stored)
+        return unpack_halves(stored)
 
     def decode(self, stored: Tensor) -> Tensor:
-        codes = unpack_nibbles(stored)
+        codes = unpack_halves(stored)
         size = (codes & 7).float()  # 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6
         value = 0.5 * size + 0.5 * (size - 4).clamp_(min=0) + (size - 6).clamp_(min=0)
         return value * (1 - 2 * (codes >> 3).float())
@@ -170,6 +172,27 @@ class MxFp4(Element):
         for boundary in (0.75, 1.75, 3.5):
             codes += size >= boundary
         return codes, scale, None
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Pack codes 0..15, uint8 [..., C], two per byte in the layout of PACKED_COLUMNS: [..., C / 2]."""
+    full = codes.shape[-1] // PACKED_COLUMNS * PACKED_COLUMNS
+    blocks, last = codes[..., :full].unflatten(-1, (-1, PACKED_COLUMNS)), codes[..., full:]
+    pack = lambda part: part.chunk(2, dim=-1)[0] | part.chunk(2, dim=-1)[1] << 4  # noqa: E731
+    if not full or not last.shape[-1]:
+        return pack(blocks).flatten(-2) if full else pack(last)
+    return torch.cat((pack(blocks).flatten(-2), pack(last)), dim=-1)
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """Undo `pack_halves`."""
+    width = PACKED_COLUMNS // 2
+    full = packed.shape[-1] // width * width
+    blocks, last = packed[..., :full].unflatten(-1, (-1, width)), packed[..., full:]
+    unpack = lambda part: torch.cat((part & 15, part >> 4), dim=-1)  # noqa: E731
+    if not full or not last.shape[-1]:
+        return unpack(blocks).flatten(-2) if full else unpack(last)
+    return torch.cat((unpack(blocks).flatten(-2), unpack(last)), dim=-1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 All formats share this storage, whatever their checkpoints look like, so a kernel needs one layout per element. Each
 format's file says how its checkpoint tensors become codes, scales and zeros.
 
-A step dequantises a tile of W to the dtype of its activations and multiplies: weight-only arithmetic, with the values
-of the dequantised weight in float32, rounded once. Activations are never quantised, so the scales for that in a
-checkpoint are checked and not used. Everything is a PyTorch operation on fixed addresses: a step can be captured.
+Arithmetic is weight-only but for one case: scales for activations in a checkpoint are checked and not used. On a GPU
+with few rows, a kernel multiplies the codes themselves (engine/kernels/quantized_gemm.py); with many rows, where a
+checkpoint's scheme has `dynamic_activations`, a kernel multiplies fp8 codes with activations in fp8. Otherwise a step
+dequantises a tile of W in float32, rounds it once to the dtype of its activations, and multiplies. All is computed at
+fixed addresses without host reads: a step can be captured.
 
 Shapes: N outputs, K inputs, [r, c] the rows and columns that share a scale in storage.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from torch import Tensor
 
 from engine.checkpoint.quantization import WeightScheme
 from engine.errors import ModelError
-from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.launch import fits
+from engine.kernels.linear_weight import CODES_PER_BYTE, LinearWeight
 from engine.layers.formats.elements import ELEMENTS
 from engine.layers.formats.region import CheckpointTensor, Region
 from engine.layers.formats.slots import CheckpointSlot
@@ -74,7 +78,7 @@ class ScaledWeight(WeightMethod):
         layer.scale_columns = inputs if block_columns is None else math.gcd(block_columns, inputs)
         groups = inputs // layer.scale_columns
         if not self.scheme.act_order:
-            layer.group_of = None
+            layer.group_of = layer.part_of_row = None
         else:
             assert block_columns is not None and block_rows == 1
             groups = -(-inputs * self._ranks // block_columns)  # ranks that split the inputs may need all of them
@@ -93,12 +97,23 @@ class ScaledWeight(WeightMethod):
         layer.weight = None
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        return LinearWeight(layer.codes, self.element.name, layer.scale)
+        return LinearWeight(
+            layer.codes,
+            self.element.name,
+            layer.scale,
+            layer.zero,
+            layer.group_of,
+            layer.part_of_row,
+            self.scheme.dynamic_activations,
+        )
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         outputs, inputs = layer.weight_shape
+        kernels = self._kernels(x.device)
+        if kernels is not None and kernels.multiplies(x, self.linear_weight(layer)):
+            return kernels.multiply(x, self.linear_weight(layer), bias)
         tile = max(1, TILE_ELEMENTS // (inputs * layer.scale_rows)) * layer.scale_rows
         if tile >= outputs:
             return F.linear(x, self.dense(layer, x.dtype), bias)
@@ -114,8 +129,14 @@ class ScaledWeight(WeightMethod):
 
         `first` and `end` are multiples of the rows that share a scale, or the end of W.
         """
-        end = layer.weight_shape[-2] if end is None else end
-        step = layer.scale_rows
+        (*lead, outputs, inputs), step = layer.weight_shape, layer.scale_rows
+        end = outputs if end is None else end
+        kernels = self._kernels(layer.codes.device)
+        if kernels is not None and not lead:
+            return kernels.dequantize(self.linear_weight(layer), inputs, dtype, first, end)
+        if kernels is not None and layer.group_of is None and (first, end) == (0, outputs):
+            rows = math.prod(lead) * outputs
+            return kernels.dequantize(self.linear_weight(layer), inputs, dtype, 0, rows).view(layer.weight_shape)
         values = self.element.decode(layer.codes[..., first:end, :])
         scale = self.element.decode_scale(layer.scale[..., first // step : end // step, :])
         zero = None if layer.zero is None else layer.zero[..., first // step : end // step, :]
@@ -130,6 +151,14 @@ class ScaledWeight(WeightMethod):
                 values.sub_(zero.gather(-1, columns))
             values.mul_(scale.gather(-1, columns))
         return values.to(dtype)
+
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Return the module of the kernels for these codes; None if there are none, or this device can't run them."""
+        if device.type != "cuda" or self.element.name not in CODES_PER_BYTE or not fits(device):
+            return None
+        from engine.kernels import quantized_gemm  # triton is installed only with CUDA
+
+        return quantized_gemm
 
     # ---- checkpoint tensors ----------------------------------------------------------------------------------------
 

@@ -331,6 +331,7 @@ def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine
         "pause",
         "released",
         "weights_discarded",
+        "num_threads",
     }
     merged = {"ended", "graphs", "accepted_by_position", "histograms"}
     assert {field.name for field in fields(EngineStats)} == gauges | merged | set(COUNTS)

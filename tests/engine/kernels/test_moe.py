@@ -7,9 +7,11 @@ import torch
 
 from tests.support.kernels import DEVICE, DTYPE, INTERPRETED, relative_error  # isort: skip  (before what imports triton)
 
-from engine.kernels.moe import GemmTile, choose_tile, max_tiles, run_experts
+from engine.checkpoint.quantization import WeightScheme
+from engine.kernels.moe import GemmTile, choose_tile, max_tiles, reads, run_experts
 from engine.kernels.moe_kernels import sort_kernel
-from engine.layers.moe import run_experts_grouped
+from engine.layers.formats import build_method
+from engine.layers.moe import ExpertWeights, run_experts_grouped
 from tests.support.moe_reference import experts_reference, random_experts, random_routing
 
 pytestmark = [
@@ -144,3 +146,43 @@ def test_a_captured_call_follows_rows_and_routing() -> None:
         graph.replay()
         assert torch.equal(out, run_experts(x, weights, chosen, gate_up, down))
         assert bool(out[:used].any(dim=1).all()) and not out[used:].any()
+
+
+@pytest.mark.parametrize(
+    ("element", "block", "symmetric"),
+    [("fp8", (1, None), True), ("fp8", (32, 64), True), ("int8", (1, 64), False), ("int4", (1, 32), False),
+     ("mxfp4", (1, 32), True)],
+)  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 33] if INTERPRETED else [1, 7, 33, 256, 3000])
+def test_quantised_experts_equal_their_dequantised_weights(element, block, symmetric, tokens):
+    """Both products, with biases and the clamped activation, in the bytes of the format."""
+    experts, top_k, hidden, width = (5, 2, 96, 64) if INTERPRETED else (32, 4, 1024, 736)
+    scheme = WeightScheme(layout="online", element=element, block=block, symmetric=symmetric)
+    dense, stored = [], []
+    generator = torch.Generator().manual_seed(3)
+    for outputs, inputs, parts in ((2 * width, hidden, {"a": width, "b": width}), (hidden, width, {"c": hidden})):
+        method = build_method(scheme, parts)
+        layer = ExpertWeights(experts, outputs, inputs, dtype=DTYPE, device=torch.device(DEVICE), method=method)
+        for expert in range(experts):
+            for start, rows in ((0, width), (width, width)) if len(parts) == 2 else ((0, hidden),):
+                plain = torch.randn(rows, inputs, generator=generator) / inputs**0.5
+                layer.stored(expert, start, rows)["weight"].slot.write(plain)
+        dense.append(layer.dense(torch.float32))
+        stored.append(layer.linear_weight)
+        assert reads(layer.linear_weight, DTYPE)
+    x, (weights, chosen) = torch.randn(tokens, hidden).to(DEVICE, DTYPE), random_routing(tokens, experts, top_k, DEVICE)
+    chosen[tokens // 2] = -1
+    options = {
+        "gate_up_bias": torch.randn(experts, 2 * width).to(DEVICE, DTYPE),
+        "down_bias": torch.randn(experts, hidden).to(DEVICE, DTYPE),
+        "limit": 0.7,
+        "alpha": 1.7,
+    }
+    found = run_experts(x, weights, chosen, *stored, **options)
+    biases = {name: value.float().cpu() for name, value in options.items() if isinstance(value, torch.Tensor)}
+    wanted = run_experts_grouped(
+        x.float().cpu(), weights.cpu(), chosen.cpu(), dense[0].cpu(), dense[1].cpu(), **(options | biases)
+    )
+    assert not found[tokens // 2].any()
+    if tokens > 1:
+        assert relative_error(found.cpu(), wanted) < TOLERANCE[DTYPE]

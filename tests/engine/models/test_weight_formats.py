@@ -48,14 +48,14 @@ def test_a_quantised_weight_is_refused_by_layer_and_format() -> None:
     load_dummy(model)
     head = model.tensors().head
     layer, storage = model.tensors().layer(0), model.layers[0].attn.qkv
-    assert layer.qkv.format == "int4" and head.format == "fp32"
+    assert layer.qkv.format == "cpu_int4" and head.format == "fp32"
     assert layer.qkv.weight is storage.packed and layer.qkv.scale is storage.scales
     scale, zero = layer.qkv.scale.unbind(-1)
     assert torch.equal(dequantize(unpack_codes(storage), scale.T, zero.T), effective_weight(storage))
     assert {"qkv", "qkv.scale", "q_norm"} <= dict(layer.named_tensors()).keys()
-    with pytest.raises(ModelError, match="qkv of layer 0 stores its weight in format 'int4'; .* fp32, bf16, fp16"):
+    with pytest.raises(ModelError, match="qkv of layer 0 stores its weight in format 'cpu_int4'; .* fp32, bf16, fp16"):
         require_formats(model.tensors(), PLAIN)
-    require_formats(model.tensors(), (*PLAIN, "int4"))
+    require_formats(model.tensors(), (*PLAIN, "cpu_int4"))
 
 
 def test_an_unknown_dtype_is_refused_by_its_name() -> None:

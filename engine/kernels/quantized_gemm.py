@@ -1,0 +1,340 @@
+"""Linear layers with quantised weights on CUDA: a GEMM that converts codes in registers, for few rows; else cuBLAS.
+
+The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
+the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py. Imports triton: import this module only on
+CUDA (or under TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
+from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
+from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
+from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, rms_norm
+from engine.kernels.step_kernels import gate_kernel
+
+FORMATS = tuple(CODES_PER_BYTE)
+"""Weight formats that `linear` supports."""
+
+MAX_ROWS = 128
+"""GEMMs of more rows go to cuBLAS."""
+
+FP8_GROUP = 128
+"""Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
+
+PREFETCHED_LINES = 2
+"""Lines of 128 bytes per row of codes. On an H100, a step of one row of Llama-3.1-8B's shape took 4.69 ms in fp8 and
+3.22 ms in int4, 4.79 and 3.56 ms without, 4.64 and 3.71 ms with four lines."""
+
+TILE_OUTPUTS = 64
+TILE_WEIGHTS = 1 << 24
+"""The most weights that are dequantised at once: 32 MiB in 16 bits, which stay in the L2 cache until they are read."""
+
+
+class LaunchConfig(NamedTuple):
+    """Launch configuration.
+
+    Rows per tile, outputs per tile, bytes of codes per step, split-K, warps, stages, and how many lines of 128 bytes of
+    each row of codes a program prefetches to the L2 cache while the previous kernel still runs.
+    """
+
+    tile_rows: int
+    tile_outputs: int
+    step_bytes: int
+    splits: int
+    warps: int
+    stages: int
+    lines: int = 0
+
+
+class Layout(NamedTuple):
+    """How a kernel reads a weight W [outputs, inputs].
+
+    - mode: where scales apply (see quantized_gemm_kernels.py); step_bytes: bytes of a row of codes per step.
+    - scale_rows, scale_columns: the rows and columns that share a scale; groups: scales per row.
+    """
+
+    mode: str
+    step_bytes: int
+    per_byte: int
+    scale_rows: int
+    scale_columns: int
+    groups: int
+
+
+def layout_of(weight: LinearWeight, inputs: int) -> Layout:
+    """Return how kernels read this weight [outputs, inputs]. Depends only on its format and shapes."""
+    assert weight.scale is not None
+    per_byte = CODES_PER_BYTE[weight.format]
+    scale_rows, groups = weight.weight.shape[-2] // weight.scale.shape[-2], weight.scale.shape[-1]
+    if weight.group_of is not None:
+        return Layout("weight", 64, per_byte, scale_rows, 1, groups)
+    columns = inputs // groups
+    if groups == 1:
+        return Layout("row", 128, per_byte, scale_rows, columns, groups)
+    step = math.gcd(columns, 128)
+    if per_byte == 2:
+        step = math.gcd(step, inputs % PACKED_COLUMNS // 2)  # halves of the last block, if it isn't full
+    mode, step = ("step", step) if step >= 16 else ("weight", 64)
+    return Layout(mode, step, per_byte, scale_rows, columns, groups)
+
+
+def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Layout) -> LaunchConfig:
+    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format."""
+    tile_rows = max(16, min(64, next_power_of_2(rows)))
+    tiles = cdiv(outputs, TILE_OUTPUTS) * cdiv(rows, tile_rows)
+    step, splits = layout.step_bytes, 1
+    steps = cdiv(inputs // layout.per_byte, step)
+    while splits < 4 and tiles * splits < 2 * NUM_SMS and steps % (2 * splits) == 0 and steps >= 8 * splits:
+        splits *= 2
+    stage_bytes = TILE_OUTPUTS * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
+    stages = min(6, cdiv(steps, splits), SHARED_BYTES // 2 // stage_bytes - 1)
+    if layout.mode == "weight":  # a stage holds scales of 4 bytes too
+        stages = 2
+    return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages), PREFETCHED_LINES)
+
+
+def half_normed(rows: int, outputs: int, dtype: torch.dtype) -> int:
+    """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
+    if dtype == torch.float16:  # weights apply before the division: outliers may exceed float16's 65504
+        return 0
+    return 0 if rows > MAX_ROWS else cdiv(outputs, TILE_OUTPUTS)
+
+
+def linear(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add: bool = False,
+    next_norm: Tensor | None = None,
+    squares: int = 0,
+    late: bool = False,
+    pick: LaunchConfig | None = None,
+) -> None:
+    """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
+
+    Grids depend only on shapes and there is no host read: safe to capture.
+    """
+    rows, inputs = x.shape
+    weight.require(FORMATS, f"the linear layer of {list(weight.weight.shape)}")
+    if squares:
+        x = scratch.normed[: rows * inputs].view(rows, inputs)
+    elif norm is not None:
+        x = rms_norm(x, norm, eps, scratch.normed[: rows * inputs].view(rows, inputs))
+    if rows > MAX_ROWS and pick is None:
+        assert not squares  # `half_normed` is 0 for this many rows
+        product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1) if gated else out
+        if multiplies_fp8(x, weight):
+            _multiply_fp8(x, weight, product, bias, add)
+        else:
+            _multiply_dequantized(x, weight, product, bias, add)
+        if gated:
+            width, pdl = out.shape[1], overlaps(x)
+            gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+        return
+    layout = layout_of(weight, inputs)
+    pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
+    half_norm = next_norm if half_normed(rows, out.shape[1], out.dtype) else None
+    _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+
+
+def multiplies(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether `multiply` takes x [T, k]: in 16 bits, with few rows or a weight for fp8 activations."""
+    return x.dtype in (torch.bfloat16, torch.float16) and (len(x) <= MAX_ROWS or multiplies_fp8(x, weight))
+
+
+def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + bias of x [T, k] in its dtype; see `multiplies`. Uses no scratch: K is not split."""
+    x, out = x.contiguous(), torch.empty(len(x), len(weight.weight), dtype=x.dtype, device=x.device)
+    if len(x) > MAX_ROWS:
+        _multiply_fp8(x, weight, out, bias, False)
+        return out
+    layout = layout_of(weight, x.shape[1])
+    pick = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
+    _launch(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
+    return out
+
+
+def multiplies_fp8(x: Tensor, weight: LinearWeight) -> bool:
+    """Return whether a product of many rows quantises x [T, k] to fp8.
+
+    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W or to 128
+    columns.
+    """
+    if not weight.quantizes_activations or weight.format != "fp8" or not (overlaps(x) or x.device.type == "cpu"):
+        return False
+    layout = layout_of(weight, x.shape[1])
+    return x.shape[1] % 16 == 0 and (layout.groups == 1 or layout.scale_columns == FP8_GROUP)
+
+
+def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two launches."""
+    (rows, inputs), (outputs, pdl) = x.shape, (len(weight.weight), overlaps(x))
+    assert weight.scale is not None
+    layout = layout_of(weight, inputs)
+    group = inputs if layout.groups == 1 else FP8_GROUP
+    codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(inputs // group, rows, dtype=torch.float32, device=x.device)
+    quantize_rows_kernel[(rows, inputs // group)](
+        x,
+        codes,
+        scales,
+        K=inputs,
+        GROUP=group,
+        GROUP_PAD=next_power_of_2(group),
+        PDL=pdl,
+        num_warps=1 if group <= 256 else 4 if group <= 4096 else 8,
+        **launch_options(pdl),
+    )
+    tile_rows, tile_outputs, warps = (128, 128, 8) if rows > 512 else (64, 128, 4)
+    fp8_kernel[(cdiv(rows, tile_rows) * cdiv(outputs, tile_outputs),)](
+        codes,
+        scales,
+        weight.weight,
+        weight.scale,
+        x if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        out.stride(0),
+        K=inputs,
+        SCALE_ROWS=layout.scale_rows,
+        GROUPS=layout.groups,
+        X_GROUPS=inputs // group,
+        BM=tile_rows,
+        BN=tile_outputs,
+        BK=FP8_GROUP,
+        STAGES=4,
+        ADD=add,
+        BIAS=bias is not None,
+        PDL=pdl,
+        num_warps=warps,
+        **launch_options(pdl),
+    )
+
+
+def _launch(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    layout: Layout,
+    pick: LaunchConfig,
+    scratch: Scratch | None,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+    add: bool,
+    next_norm: Tensor | None,
+    squares: int,
+    late: bool,
+) -> None:
+    rows, inputs = x.shape
+    outputs, pdl = out.shape[1], overlaps(x)
+    assert weight.scale is not None
+    quantized_kernel[(cdiv(outputs, pick.tile_outputs), pick.splits, cdiv(rows, pick.tile_rows))](
+        x,
+        weight.weight.view(torch.uint8),
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        x if weight.group_of is None else weight.group_of,
+        x if weight.part_of_row is None else weight.part_of_row,
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        x if scratch is None else scratch.normed,
+        x if scratch is None else scratch.squares,
+        x if scratch is None else scratch.partials,
+        x if scratch is None else scratch.arrivals,
+        rows,
+        outputs,
+        eps,
+        K=inputs,
+        **constants_of(weight, layout),
+        MODE=layout.mode,
+        BM=pick.tile_rows,
+        BN=pick.tile_outputs,
+        BK=pick.step_bytes,
+        SPLITS=pick.splits,
+        STAGES=pick.stages,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias is not None,
+        HALF_NORM=next_norm is not None,
+        NUM_SQUARES=squares,
+        SQUARES_PAD=next_power_of_2(max(1, squares)),
+        PDL=pdl,
+        TRIGGER_AFTER_MATH=late,
+        ASM=pdl,
+        LINES=pick.lines,
+        num_warps=pick.warps,
+        **launch_options(pdl),
+    )
+
+
+def constants_of(weight: LinearWeight, layout: Layout) -> dict[str, object]:
+    """Return what kernels are compiled for, of a weight's format."""
+    return {
+        "ELEMENT": weight.format,
+        "PER_BYTE": layout.per_byte,
+        "SCALE_ROWS": layout.scale_rows,
+        "SCALE_COLUMNS": layout.scale_columns,
+        "GROUPS": layout.groups,
+        "ZERO": weight.zero is not None,
+        "ACT_ORDER": weight.group_of is not None,
+    }
+
+
+def dequantize(weight: LinearWeight, inputs: int, dtype: torch.dtype, first: int, end: int) -> Tensor:
+    """Return rows [first, end) of W [outputs, inputs] in `dtype`, computed in float32 and rounded once. One launch."""
+    layout = layout_of(weight, inputs)
+    out = torch.empty(end - first, inputs, dtype=dtype, device=weight.weight.device)
+    pdl = overlaps(out)
+    assert weight.scale is not None
+    tile_rows, tile_bytes = 32, 128 // layout.per_byte
+    dequantize_kernel[(cdiv(end - first, tile_rows), cdiv(inputs // layout.per_byte, tile_bytes))](
+        weight.weight.view(torch.uint8),
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        weight.scale if weight.group_of is None else weight.group_of,
+        weight.scale if weight.part_of_row is None else weight.part_of_row,
+        out,
+        first,
+        end - first,
+        K=inputs,
+        **constants_of(weight, layout),
+        BN=tile_rows,
+        BK=tile_bytes,
+        PDL=pdl,
+        **launch_options(pdl),
+    )
+    return out
+
+
+def _multiply_dequantized(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with cuBLAS, tile by tile of the outputs."""
+    inputs, outputs = x.shape[1], len(weight.weight)
+    step = max(1, TILE_WEIGHTS // inputs)
+    for first in range(0, outputs, step):
+        end = min(first + step, outputs)
+        tile, part = dequantize(weight, inputs, x.dtype, first, end).T, out[:, first:end]
+        if add:
+            part.addmm_(x, tile)
+        elif bias is not None:
+            torch.addmm(bias[first:end], x, tile, out=part)
+        else:
+            torch.mm(x, tile, out=part)
+    if add and bias is not None:
+        out.add_(bias)
