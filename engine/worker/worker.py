@@ -186,7 +186,8 @@ class Worker:
         """
         self._staged = {}
         model = self.runner.model
-        self._staged = check_update(model.weight_slots(), model.split_stacked(weights), check_finite=True)
+        pairs = model.split_stacked(weights)
+        self._staged = check_update(model.weight_slots(), pairs, check_finite=True, names=model.config.names)
         return len(self._staged)
 
     def stage_files(self, *paths: str) -> int:
