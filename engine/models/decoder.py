@@ -254,6 +254,8 @@ def unfused_parts(model: Decoder) -> list[str]:
     parts = [f"{name}={value!r}" for name, value in model.config.options().items() if name not in FUSED_OPTIONS]
     if type(model).layer is not Decoder.layer or any(type(layer) is not DecoderLayer for layer in model.layers):
         parts.append("layers that are not DecoderLayer")
+    if model.adapters is not None:
+        parts.append("adapters")
     return parts
 
 
