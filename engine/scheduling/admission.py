@@ -161,7 +161,8 @@ class Admission:
             return [[] for _ in self.groups.windows]
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
             asked = entry.request.request
-            entry.chain = self.prefix_cache.chain(repr((weight_version, asked.adapter, asked.params.cache_salt)))
+            own = asked.adapter, asked.params.cache_salt
+            entry.chain = self.prefix_cache.chain(repr((weight_version, *own)) if any(own) else weight_version)
         if entry.request.params.needs_whole_prompt:
             return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)
