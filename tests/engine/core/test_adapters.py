@@ -172,6 +172,13 @@ def test_rows_with_drafts_have_their_adapter(make, reference):
     assert engine.stats().draft_tokens > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["cpu"], indirect=True)
+def test_two_ranks_have_the_same_adapters(make, reference):
+    engine = make(tensor_parallel_size=2)
+    assert run(engine.loop, MIXED[:3]) == [reference.greedy(*one) for one in MIXED[:3]]
+
+
 def test_an_adapter_that_is_not_loaded_is_refused_by_its_name(make, tiny_model):
     request = EngineRequest(request_id="a", prompt_token_ids=[1], params=greedy(4), adapter="latin")
     with pytest.raises(RequestError, match="adapter='latin' is not loaded: loaded are french, german") as caught:
