@@ -90,26 +90,18 @@ SETTINGS = (
 )
 _GETTERS = [setting.get for setting in SETTINGS]
 _FP32 = slice(len(SETTINGS) - 8, len(SETTINGS) - 2)  # the fp32_precision settings
-_SAME_PRECISION = {"none": "ieee"}  # unset, and set to the default
 _BLAS, _LINALG = _FP32.start - 2, _FP32.start - 1
 _PRIORITY = len(SDP_BACKENDS)  # index of the one that is a list
-_last: tuple[list[Any], Settings] = ([], ())  # values as the getters return them, and what `settings` made of them
 
 
 def settings() -> Settings:
     """Return the current values of all settings, and the default device last."""
-    global _last
     values = list(map(call, _GETTERS))
     values[_BLAS], values[_LINALG] = int(values[_BLAS]), int(values[_LINALG])  # comparing these enumerations is slow
+    values[_FP32] = ["ieee" if value == "none" else value for value in values[_FP32]]  # unset, or set to the default
+    values[_PRIORITY] = tuple(values[_PRIORITY])
     values.append(_default_device() if _len_torch_function_stack() else None)
-    before, result = _last
-    if values != before:
-        comparable = list(values)
-        comparable[_FP32] = [_SAME_PRECISION.get(value, value) for value in values[_FP32]]
-        comparable[_PRIORITY] = tuple(values[_PRIORITY])
-        result = tuple(comparable)
-        _last = values, result
-    return result
+    return tuple(values)
 
 
 def _default_device() -> torch.device | None:

@@ -6,20 +6,27 @@ assigned to a request, so a state never outlives its request, not even one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.cache_spec import CacheSpec, recurrent_layers
+from engine.attention.model_state import ModelState, StepRows
+from engine.protocol.slot_assignment import SlotAssignment
+from engine.utils.async_copy import ids_to
+from graph_cache.shadow import Region, Rows
 
 
-class RecurrentStates:
+class RecurrentStates(ModelState):
     """The states of all recurrent layers: `.of_layer[i]` are layer i's tensors [max_num_seqs + 1, *shape].
 
     `storage` [layers, max_num_seqs + 1, *shape] holds the states of equal shape and dtype, so that one kernel zeroes
     them for all layers. Its addresses are fixed.
     """
+
+    joins_phases = False
 
     def __init__(self, specs: Sequence[CacheSpec], max_num_seqs: int, dtype: torch.dtype, device: torch.device | str):
         layers = recurrent_layers(specs)
@@ -30,7 +37,7 @@ class RecurrentStates:
             for shape, kind in dict.fromkeys(each)
         }
         unused = {kind: iter(whole) for kind, whole in storage.items()}
-        self.storage = list(storage.values())
+        self.storage, self._device = list(storage.values()), torch.device(device)
         self.of_layer = {index: tuple(next(unused[kind]) for kind in own) for index, own in kinds.items()}
 
     def zero(self, entries: Tensor) -> None:
@@ -38,18 +45,29 @@ class RecurrentStates:
         for whole in self.storage:
             whole.index_fill_(1, entries, 0)
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {f"states.{index}": whole for index, whole in enumerate(self.storage)}
+
+    def assign(self, slots: Sequence[SlotAssignment]) -> None:
+        self.zero(ids_to(self._device, [slot.slot + 1 for slot in slots]))
+
+    def context(self, rows: StepRows) -> dict[str, Any]:
+        return {"states": StepStates(self, *rows)}
+
+    def reset_padding(self) -> None:
+        self.zero(ids_to(self._device, [0]))
+
+    def written(self, rows: StepRows) -> list[Region]:
+        return [
+            Rows(f"recurrent states {index}", whole, rows.entries, dim=1) for index, whole in enumerate(self.storage)
+        ]
+
+    def discardable(self) -> list[Tensor]:
+        return self.storage
+
 
 class StepStates:
-    """The recurrent states of a step's sequences, for its layers.
-
-    A step has C chunks of consecutive tokens, each of another sequence. In a decode step every row is a chunk of one
-    token. Tensors are int64 on the device.
-
-    - entries [C]: each chunk's entry in the states; 0 for padding.
-    - ends [C]: number of tokens of the step up to each chunk's end. A padding chunk has no tokens. None in a decode
-      step.
-    - chunk_of [T]: the chunk of each token, -1 for padding tokens. None in a decode step.
-    """
+    """The recurrent states of a step's sequences, for its layers. `entries`, `ends` and `chunk_of`: see StepRows."""
 
     def __init__(
         self, states: RecurrentStates, entries: Tensor, ends: Tensor | None = None, chunk_of: Tensor | None = None

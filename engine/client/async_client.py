@@ -116,6 +116,7 @@ class Client(Protocol):
         on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
+        adapter: str = "",
         names: Sequence[str] = (),
     ) -> AsyncGenerator[list[OutputDelta], None]: ...
 
@@ -287,6 +288,7 @@ class EngineClient:
         on_delta: Callable[[OutputDelta], bool] | None = None,
         first_index: int = 0,
         sender: str = "",
+        adapter: str = "",
         names: Sequence[str] = (),
     ) -> AsyncGenerator[list[OutputDelta], None]:
         """Stream the output of the n sequences of a request until all have ended; `delta.index` names the sequence.
@@ -300,8 +302,9 @@ class EngineClient:
         offered each delta that arrives while the caller waits for the next list, and returns whether it took it: lists
         leave those out. `first_index` is the number of sequences before these in the same request of a client with
         several prompts. `sender` says who sent it, of all that share this client, and `abort_requests` finds it by its
-        `names`. Raises RequestError for an invalid request, EngineDead if the engine ends, ReaderTooSlow if unread
-        output exceeds the limit of `engine.client.output_queue`, EngineError if a sequence fails.
+        `names`. `adapter` names the adapter that computes it. Raises RequestError for an invalid request, EngineDead if
+        the engine ends, ReaderTooSlow if unread output exceeds the limit of `engine.client.output_queue`, EngineError
+        if a sequence fails.
         """
         self._require_alive()
         ids = self._prompt_ids(prompt, prompt_token_ids)
@@ -332,6 +335,7 @@ class EngineClient:
                             bad_word_ids=banned,
                             index=first_index + child.index,
                             sender=sender,
+                            adapter=adapter,
                             names=tuple(names),
                         )
                         for child in children

@@ -107,10 +107,17 @@ class EngineLoop:
         request.params.check_hidden_states(self.info.hidden_state_size)
         request.params.check_support(self.info.logprobs_mode)
         self.info.check_head(request.params)
+        self._check_adapter(request.adapter)
         if self._pause.holds(request):
             return
         if not request.params.is_constrained or self.constraints.begin(request):
             self._schedule(request)
+
+    def _check_adapter(self, name: str) -> None:
+        loaded = self.executor.capabilities.adapters
+        if name and name not in loaded:
+            found = f"loaded are {', '.join(loaded)}" if loaded else "this model has no adapters"
+            raise RequestError(f"adapter={name!r} is not loaded: {found}; leave it out", param="adapter")
 
     def _schedule(self, request: EngineRequest) -> None:
         try:

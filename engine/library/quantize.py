@@ -24,7 +24,7 @@ from engine.layers.formats import build_method
 from engine.layers.formats.slots import PLAIN_NAME, PlainSlot
 from engine.layers.linear import Linear
 from engine.loader.quantized import weight_methods
-from engine.loader.weights import EMBEDDING, READABLE_DTYPES, iterate_shards, safetensors_files
+from engine.loader.weights import READABLE_DTYPES, iterate_shards, safetensors_files
 from engine.models.config import ModelConfig
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
@@ -64,11 +64,11 @@ def quantize_folder(source: Path, target: Path, element: str, progress: Progress
     files = safetensors_files(source)
     model = _model(config)
     shapes = {name: slot.shape for name, slot in model.weight_slots().items() if isinstance(slot, PlainSlot)}
-    form = _settings(element, shapes)
+    form, embedding = _settings(element, shapes), f"{config.names.embedding}.{PLAIN_NAME}"
     target.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     before = after = matrices = 0
-    ignored: set[str] = {"lm_head"}
+    ignored: set[str] = {config.names.head}
     for done, path in enumerate(files, 1):
         written: dict[str, Tensor] = {}
         for name, tensor in model.split_stacked(iterate_shards([path])):
@@ -80,7 +80,7 @@ def quantize_folder(source: Path, target: Path, element: str, progress: Progress
                 matrices += 1
                 continue
             written[name] = tensor.clone()
-            if tensor.dim() == 2 and name.endswith(f".{PLAIN_NAME}") and name != EMBEDDING:
+            if tensor.dim() == 2 and name.endswith(f".{PLAIN_NAME}") and name != embedding:
                 ignored.add(name.removesuffix(f".{PLAIN_NAME}"))
         after += sum(tensor.nbytes for tensor in written.values())
         save_file(written, target / path.name, metadata={"format": "pt"})

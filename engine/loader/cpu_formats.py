@@ -175,17 +175,18 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
     Each thread converts separate projections. Threads that share the many small operations of a conversion wait for
     each other after each one: beside another busy process, 12 s instead of 0.6 s for 135M parameters.
     """
+    names = model.config.names
     found = [
-        (layer, [f"model.layers.{index}.{part}.{name}.weight" for name in layer.parts])
+        (layer, [f"{names.layers}.{index}.{part}.{name}.weight" for name in layer.parts])
         for index in range(model.config.num_layers)
-        for part, attribute in (("self_attn", "attn"), ("mlp", "mlp"))
+        for part, attribute in ((names.attention, "attn"), ("mlp", "mlp"))
         for layer in model.layers[index].get_submodule(attribute).children()
         if isinstance(layer, Linear) and isinstance(layer.method, Int4Weight)
     ]
 
     def convert(projection: tuple[Linear, list[str]]) -> None:
-        layer, names = projection
-        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, names), strict=True))
+        layer, tensors = projection
+        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, tensors), strict=True))
         load_codes(layer, codes, scale, low + 8 * scale)
 
     loaded: set[str] = set()
@@ -194,8 +195,8 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
     torch.set_num_threads(1)  # of each operation
     try:
         with ThreadPoolExecutor(threads) as pool:
-            for (_, names), _ in zip(found, pool.map(convert, found), strict=True):
-                loaded.update(names)
+            for (_, tensors), _ in zip(found, pool.map(convert, found), strict=True):
+                loaded.update(tensors)
                 if progress is not None:
                     progress(len(loaded), total)
     finally:

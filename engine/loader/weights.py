@@ -22,15 +22,16 @@ from engine.errors import ModelError, WeightUpdateError
 from engine.layers.formats.slots import PLAIN_DTYPES, PLAIN_NAME, CheckpointSlot, plain_slots
 from engine.layers.weight_slot import Slot, WeightSlot
 from engine.loader.quantized import weight_methods
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, TensorNames
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.utils.progress import Progress
 from graph_cache.validation import did_you_mean
 
 READABLE_DTYPES = PLAIN_DTYPES
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+NAMES = TensorNames()
+TIED_HEAD, EMBEDDING = f"{NAMES.head}.weight", f"{NAMES.embedding}.weight"
+"""The usual names; a family may have others."""
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Ends of the names of scales for a quantised KV cache, which a cache in the model's dtype doesn't use."""
 
@@ -114,11 +115,12 @@ def load_weights(
 ) -> None:
     """Write every tensor to its slot as it is read, and check that each slot is filled exactly once.
 
-    Ignores rotary inv_freq buffers, and lm_head in a tied model if it equals the embedding; of a quantised checkpoint,
-    scales of the KV cache. Raises one ModelError that lists missing, unexpected, repeated and misshapen tensors, and
-    scales and indices with impossible values; the model is then unusable.
+    Ignores buffers that the config determines, and the head in a tied model if it equals the embedding; of a quantised
+    checkpoint, scales of the KV cache. Raises one ModelError that lists missing, unexpected, repeated and misshapen
+    tensors, and scales and indices with impossible values; the model is then unusable.
     """
-    slots = model.weight_slots()
+    slots, names = model.weight_slots(), model.config.names
+    tied_head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
     unfilled = dict.fromkeys(slots)
     quantized = model.config.quantization is not None
     problems: list[str] = []
@@ -126,10 +128,10 @@ def load_weights(
     for name, tensor in model.split_stacked(tensors):
         if progress is not None:
             progress(len(slots) - len(unfilled), len(slots))
-        name = _slot_name(name, slots)
-        if _is_rotary_buffer(name) or (quantized and name.endswith(KV_SCALES) and name not in slots):
+        name = _slot_name(name, slots, names.root)
+        if name.endswith(names.unused) or (quantized and name.endswith(KV_SCALES) and name not in slots):
             continue
-        if name == TIED_HEAD and name not in slots:
+        if name == tied_head and name not in slots:
             head = tensor
             continue
         problem = _tensor_problem(slots, name, tensor)
@@ -142,8 +144,8 @@ def load_weights(
         unfilled.pop(name, None)
     if progress is not None:
         progress(len(slots) - len(unfilled), len(slots))
-    if head is not None and EMBEDDING not in unfilled and model.config.has_lm_head:
-        problems += _tied_head_problem(head, slots[EMBEDDING])
+    if head is not None and embedding not in unfilled and model.config.has_lm_head:
+        problems += _tied_head_problem(head, slots[embedding], names)
     filled = slots.keys() - unfilled.keys()
     problems += [f"{name} is missing" for name in unfilled if _is_missing(slots[name], name, filled)]
     if problems:
@@ -190,27 +192,29 @@ def check_update(
     *,
     complete: bool = False,
     check_finite: bool = False,
+    names: TensorNames = NAMES,
 ) -> dict[str, Tensor]:
     """Check new weights for `write_update` and return them by name.
 
-    `slots` is a model's `weight_slots()`. `tensors` yields (Hugging Face name, tensor) pairs of any floating dtype on
-    any device; a subset of the weights is accepted unless `complete`. `check_finite` also rejects NaN and infinity.
-    A quantised matrix is updated by its plain tensor, `….weight`, which is then quantised, or by all of its checkpoint
-    tensors. Raises one WeightUpdateError that lists every problem.
+    `slots` is a model's `weight_slots()`, `names` are its config's. `tensors` yields (Hugging Face name, tensor) pairs
+    of any floating dtype on any device; a subset of the weights is accepted unless `complete`. `check_finite` also
+    rejects NaN and infinity. A quantised matrix is updated by its plain tensor, `….weight`, which is then quantised, or
+    by all of its checkpoint tensors. Raises one WeightUpdateError that lists every problem.
     """
     staged: dict[str, Tensor] = {}
     plain = plain_slots(slots)
     known = slots.keys() | plain.keys()
+    tied_head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
     problems: list[str] = []
     head: Tensor | None = None
     for index, item in enumerate(tensors):
         if not _is_pair(item):
             problems.append(f"item {index} is {type(item).__name__}, expected a (name, tensor) pair")
             continue
-        name, tensor = _slot_name(item[0], known), item[1]
-        if _is_rotary_buffer(name):
+        name, tensor = _slot_name(item[0], known, names.root), item[1]
+        if name.endswith(names.unused):
             continue
-        if name == TIED_HEAD and name not in slots:
+        if name == tied_head and name not in slots:
             head = tensor
             continue
         problem = _tensor_problem(plain if _is_plain(plain, name, tensor) else slots, name, tensor)
@@ -223,11 +227,11 @@ def check_update(
         else:
             problems.append(problem)
     if head is not None:
-        slot = slots[EMBEDDING]  # may hold only this rank's part of the embedding
-        if EMBEDDING in staged or head.shape != slot.shape:
-            problems += _tied_problem(head, staged.get(EMBEDDING, slot.read()))
+        slot = slots[embedding]  # may hold only this rank's part of the embedding
+        if embedding in staged or head.shape != slot.shape:
+            problems += _tied_problem(head, staged.get(embedding, slot.read()), names)
         else:
-            problems += _tied_head_problem(head, slot)
+            problems += _tied_head_problem(head, slot, names)
     problems += _matrix_problems(slots, plain, staged, complete)
     if complete:
         others = (name for name, slot in slots.items() if not isinstance(slot, CheckpointSlot))
@@ -260,12 +264,13 @@ def stage_update(
     *,
     complete: bool = False,
     check_finite: bool = False,
+    names: TensorNames = NAMES,
 ) -> int:
     """Replace weights in place, all or none; return the number of tensors written. See `check_update`.
 
     All pairs are read and checked before the first write, so the tensors must not change until this returns.
     """
-    staged = check_update(slots, tensors, complete=complete, check_finite=check_finite)
+    staged = check_update(slots, tensors, complete=complete, check_finite=check_finite, names=names)
     write_update(slots, staged)
     return len(staged)
 
@@ -304,14 +309,9 @@ def _matrix_problems(
     return problems
 
 
-def _slot_name(name: str, known: Collection[str]) -> str:
-    """Return the name of a tensor's slot. Checkpoints of a decoder without head leave out the prefix "model."."""
-    return f"model.{name}" if name not in known and f"model.{name}" in known else name
-
-
-def _is_rotary_buffer(name: str) -> bool:
-    """Return whether this is a rotary frequency buffer of an old checkpoint, which the config determines."""
-    return name.endswith("rotary_emb.inv_freq")
+def _slot_name(name: str, known: Collection[str], root: str) -> str:
+    """Return the name of a tensor's slot. Checkpoints of a decoder without head leave out the prefix `root`."""
+    return f"{root}.{name}" if name not in known and f"{root}.{name}" in known else name
 
 
 def _is_pair(item: Any) -> bool:
@@ -338,16 +338,18 @@ def _tensor_problem(slots: Mapping[str, Slot], name: str, tensor: Tensor) -> str
     return None
 
 
-def _tied_problem(head: Tensor, embedding: Tensor) -> list[str]:
+def _tied_problem(head: Tensor, embedding: Tensor, names: TensorNames) -> list[str]:
     """Check a tied model's head against its embedding. A different head can't be stored; don't drop it silently."""
     if head.shape == embedding.shape and torch.equal(head.to(embedding), embedding):
         return []
-    return [f"{TIED_HEAD} differs from {EMBEDDING}, but the config ties them (tie_word_embeddings)"]
+    return [
+        f"{names.head}.weight differs from {names.embedding}.weight, but the config ties them (tie_word_embeddings)"
+    ]
 
 
-def _tied_head_problem(head: Tensor, slot: Slot) -> list[str]:
+def _tied_head_problem(head: Tensor, slot: Slot, names: TensorNames) -> list[str]:
     """Check a tied model's whole head against the stored embedding, of which a rank may hold a part."""
-    return _tied_problem(slot.part_of(head) if head.shape == slot.shape else head, slot.read())
+    return _tied_problem(slot.part_of(head) if head.shape == slot.shape else head, slot.read(), names)
 
 
 def _join_problems(problems: list[str]) -> str:

@@ -45,17 +45,32 @@ class LayerNorms:
 class TensorNames:
     """Names of a decoder's tensors in a checkpoint.
 
+    - embedding, layers, norm, head: the names of the embedding, of the list of layers, of the norm before the head and
+      of the head.
+    - attention: the name of a layer's attention.
     - qkv, gate_up: the names of the parts of a projection, or one name if the checkpoint has their rows in one tensor.
       An MLP without a gate has one name in gate_up.
+    - qkv_by_group: the one tensor of qkv has, for each KV head, the rows of its queries, of its key and of its value.
     - output, down: the names of the output projections of attention and of the MLP.
-    - norm: the name of the norm before the head.
+    - unused: ends of the names of buffers in old checkpoints, whose values the config determines.
     """
 
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_by_group: bool = False
     output: str = "o_proj"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     norm: str = "model.norm"
+    head: str = "lm_head"
+    unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    @property
+    def root(self) -> str:
+        """What the names of all tensors but the head's begin with; checkpoints without head leave it out."""
+        return self.layers.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

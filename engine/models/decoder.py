@@ -73,7 +73,8 @@ class Decoder(Model, nn.Module):
         )
         options = LayerOptions(dtype, device, parallel, methods)
         self.layers = nn.ModuleList(
-            self.make_layer(config, index, f"model.layers.{index}", options) for index in range(config.num_layers)
+            self.make_layer(config, index, f"{config.names.layers}.{index}", options)
+            for index in range(config.num_layers)
         )
         self.norm = make_norm(config, dtype, device)
         self.lm_head = VocabParallelHead(
@@ -163,12 +164,13 @@ class Decoder(Model, nn.Module):
 
         Loading, updating and exporting all use this mapping. It is rebuilt from the current modules at each call.
         """
-        slots: dict[str, Slot] = {**self.embedding.slots("model.embed_tokens")}
+        names = self.config.names
+        slots: dict[str, Slot] = {**self.embedding.slots(names.embedding)}
         for index, layer in enumerate(self.layers):
-            slots |= layer.slots(f"model.layers.{index}")
-        slots |= self.norm.slots(self.config.names.norm)
+            slots |= layer.slots(f"{names.layers}.{index}")
+        slots |= self.norm.slots(names.norm)
         if not self.config.tie_word_embeddings:
-            slots |= {name.removeprefix("."): slot for name, slot in self.lm_head.slots("").items()}
+            slots |= {name.replace(".lm_head", names.head): slot for name, slot in self.lm_head.slots("").items()}
         if self.score is not None:
             slots |= {name.removeprefix("."): slot for name, slot in self.score.slots("").items()}
         return slots
@@ -187,7 +189,7 @@ class Decoder(Model, nn.Module):
     def _without_draft_layers(self, tensors: Iterable[Any]) -> Iterator[Any]:
         """Yield `tensors` without the tensors of the draft layers, which follow the decoder layers."""
         first = self.config.num_layers
-        prefixes = tuple(f"model.layers.{first + index}." for index in range(self.config.draft_layers))
+        prefixes = tuple(f"{self.config.names.layers}.{first + index}." for index in range(self.config.draft_layers))
         for item in tensors:
             is_named = isinstance(item, tuple | list) and len(item) > 0 and isinstance(item[0], str)
             if not is_named or not item[0].startswith(prefixes):
@@ -252,6 +254,8 @@ def unfused_parts(model: Decoder) -> list[str]:
     parts = [f"{name}={value!r}" for name, value in model.config.options().items() if name not in FUSED_OPTIONS]
     if type(model).layer is not Decoder.layer or any(type(layer) is not DecoderLayer for layer in model.layers):
         parts.append("layers that are not DecoderLayer")
+    if model.adapters is not None:
+        parts.append("adapters")
     return parts
 
 
@@ -263,7 +267,8 @@ class NativeTensors:
         self._model, self.config = model, config
         self.group = model.parallel.group if model.parallel.size > 1 else None
         self.first_token = model.embedding.vocab_part.first
-        self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=False)
+        by_group = config.names.qkv_by_group
+        self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=by_group)
 
     @property
     def cos(self) -> Tensor:

@@ -8,17 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from engine.attention.cache_spec import CacheSpec
+from engine.attention.cache_spec import CacheSpec, recurrent_layers
 from engine.attention.interface import Attention
-from engine.attention.recurrent_states import StepStates
+from engine.attention.model_state import ModelState, ModelStates
+from engine.attention.recurrent_states import RecurrentStates, StepStates
 from engine.distributed.collectives import TensorParallelCollectives
 from engine.errors import ModelError
 from engine.layers.weight_slot import Slot
+from engine.models.adapters import AdapterRows
 from engine.models.config import ModelConfig
 
 
@@ -79,6 +81,8 @@ class Model(ABC):
     max_len: int
     collectives: TensorParallelCollectives | None = None
     """The collectives of a tensor-parallel step that wait on the device, to abandon them if a rank is lost."""
+    adapters: AdapterRows | None = None
+    """The adapters with which the model's layers compute; None: requests can't name one."""
     _layers_run: Sequence[int] | None = None
 
     @property
@@ -98,6 +102,19 @@ class Model(ABC):
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Return what each decoder layer stores, in layer order."""
         return self.config.cache_specs()
+
+    def make_state(self, max_num_seqs: int, max_tokens: int) -> ModelState:
+        """Create what steps of up to `max_tokens` tokens need of each slot beside its tokens and pages.
+
+        By default recurrent states, if `cache_specs` lists any, and the adapters of rows. Called once.
+        """
+        states: list[ModelState] = []
+        if recurrent_layers(self.cache_specs()):
+            states.append(RecurrentStates(self.cache_specs(), max_num_seqs, self.dtype, self.device))
+        if self.adapters is not None:
+            self.adapters.allocate(max_num_seqs, max_tokens, self.device)
+            states.append(self.adapters)
+        return ModelStates(states)
 
     def layer_kinds(self) -> Sequence[Hashable]:
         """Return a key per decoder layer, equal for layers that launch the same kernels beside equal page tables.
@@ -191,13 +208,14 @@ class Model(ABC):
         positions: Tensor,
         attention: Attention,
         rows: Tensor | None = None,
-        states: StepStates | None = None,
+        **context: Any,
     ) -> Tensor:
         """Token ids and positions int64 [T] -> hidden [T, h] after the last layer, before its norm.
 
-        `attention` writes this step's keys and values. `rows`, `states`: see ForwardContext.
+        `attention` writes this step's keys and values. `rows` and `context`: see ForwardContext.
         """
-        return self.run_layers(self.embed(tokens), ForwardContext(self.rope(positions), attention, rows, states))
+        shared = ForwardContext(self.rope(positions), attention, rows, **context)
+        return self.run_layers(self.embed(tokens), shared)
 
 
 def tensor_kinds(tensors: Iterable[tuple[str, Tensor | None]]) -> tuple[Hashable, ...]:

@@ -68,15 +68,12 @@ class SelfAttention(nn.Module):
         self.rope = None if rope is None else slice(2 * rope, 2 * rope + 2)  # cos and sin in context.rope
         self.interleaved, self.clip = config.rope_interleaved, config.qkv_clip
         q_rows, kv_rows = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.qkv = split_linear(
-            config.names.qkv,
-            {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
-            hidden,
-            prefix,
-            options,
-            bias=config.attention_bias,
-        )
-        self.o = options.row_linear(prefix, {config.names.output: hidden}, q_rows, bias=config.output_bias)
+        names, parts = config.names, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.by_group = names.qkv_by_group
+        if self.by_group:  # ranks split the tensor as it is: each has the rows of whole groups
+            parts = {names.qkv[0]: q_rows + 2 * kv_rows}
+        self.qkv = split_linear(names.qkv, parts, hidden, prefix, options, bias=config.attention_bias)
+        self.o = options.row_linear(prefix, {names.output: hidden}, q_rows, bias=config.output_bias)
         self.qk_norm = make_qk_norm(config, options)
         self.parallel, self.sinks = options.parallel, None
         if config.attention_sinks:
@@ -85,7 +82,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         heads, kv_heads = self.heads, self.kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qkv = self.qkv(x)
+        if self.by_group:
+            qkv = heads_of_groups(qkv, kv_heads, self.head_dim)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, self.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
@@ -104,6 +104,15 @@ class SelfAttention(nn.Module):
         if self.sinks is not None:
             slots[f"{prefix}.sinks"] = split_slot(WeightSlot(self.sinks), 0, self.parallel)
         return slots
+
+
+def heads_of_groups(qkv: Tensor, kv_heads: int, head_dim: int) -> Tensor:
+    """Order qkv [T, (H + 2 KV) * D], which has each KV head's queries, key and value together, as all q, all k, all v.
+
+    Returns a new tensor [T, H + 2 KV, D].
+    """
+    groups = qkv.view(len(qkv), kv_heads, -1, head_dim)
+    return torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]), dim=1)
 
 
 def split_linear(
@@ -221,7 +230,8 @@ class DecoderLayer(nn.Module):
             return None if name is None else make_norm(config, options.dtype, options.device)
 
         self.input_norm = norm(self.norms.before_attention)
-        self.attn = SelfAttention(config, index, f"{prefix}.self_attn", options)
+        self.attention_name = config.names.attention
+        self.attn = SelfAttention(config, index, f"{prefix}.{self.attention_name}", options)
         self.attn_out_norm = norm(self.norms.after_attention)
         self.post_norm = norm(self.norms.before_mlp)
         self.mlp = make_mlp(config, index, prefix, options)
@@ -255,7 +265,7 @@ class DecoderLayer(nn.Module):
             self.norms.after_mlp: self.mlp_out_norm,
         }
         mlp_prefix = prefix if isinstance(self.mlp, MoE) else f"{prefix}.mlp"
-        slots = {**self.attn.slots(f"{prefix}.self_attn"), **self.mlp.slots(mlp_prefix)}
+        slots = {**self.attn.slots(f"{prefix}.{self.attention_name}"), **self.mlp.slots(mlp_prefix)}
         for name, norm in norms.items():
             if norm is not None:
                 slots |= norm.slots(f"{prefix}.{name}")

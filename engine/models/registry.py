@@ -29,6 +29,7 @@ from engine.models.dense import FAMILIES
 from engine.models.exaone4 import EXAONE4, read_exaone4_config
 from engine.models.gemma import GEMMA, GEMMA2, GEMMA3, read_gemma_config
 from engine.models.glm4_moe import GLM4_MOE, read_glm4_moe_config
+from engine.models.gpt_neox import GPT_NEOX, read_gpt_neox_config
 from engine.models.gpt_oss import GPT_OSS, read_gpt_oss_config
 from engine.models.granite import GRANITE, read_granite_config
 from engine.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED, read_granite_moe_config
@@ -75,6 +76,7 @@ ENTRIES = (
     Entry(COHERE),
     Entry(COHERE2, read_cohere2_config),
     Entry(EXAONE4, read_exaone4_config),
+    Entry(GPT_NEOX, read_gpt_neox_config),
 )
 
 
@@ -198,13 +200,14 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
         # chat models list their end-of-turn token only here
         extra_eos_ids = Fields(read_json_object(generation), str(generation)).token_ids("eos_token_id")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *extra_eos_ids))))
-    if not config.tie_word_embeddings and is_embedding_folder(folder) and not _has_tensor(folder, "lm_head.weight"):
+    if not config.tie_word_embeddings and is_embedding_folder(folder) and not _has_tensor(folder, config.names.head):
         config = replace(config, has_lm_head=False, tie_word_embeddings=True, head_bias=False)
     return config
 
 
-def _has_tensor(folder: Path, name: str) -> bool:
-    """Whether the folder's weights have a tensor; True if there are no weights yet to tell."""
+def _has_tensor(folder: Path, module: str) -> bool:
+    """Whether the folder's weights have the weight of a module; True if there are no weights yet to tell."""
+    name = f"{module}.weight"
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return name in (read_json_object(index).get("weight_map") or {})

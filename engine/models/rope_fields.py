@@ -44,7 +44,8 @@ def read_rope(
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ModelError(f"{where}: {key!r} differs by layer type ({', '.join(settings)}), which is not supported")
     fields = Fields(settings, f"{where}, {key}")
-    dims = _rotated(fields if settings.get("partial_rotary_factor") else Fields(values, where), head_dim, partial)
+    has_factor = settings.get("partial_rotary_factor") is not None
+    dims = _rotated(fields if has_factor else Fields(values, where), head_dim, partial)
     theta = fields.number("rope_theta", Fields(values, where).number("rope_theta", 10000.0))
     if theta <= 1.0:
         raise ModelError(f"{where}: rope_theta {theta} must be above 1: each dimension needs its own frequency")

@@ -52,6 +52,7 @@ class EngineRequest:
     sender: str = ""  # who sent it, of all that share the engine: their slow grammars don't hold up each other's
     seed: int | None = None  # int64, set at construction: params.seed, else random
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
+    adapter: str = ""  # name of the adapter that computes it; empty: the model alone
     names: tuple[str, ...] = ()  # under which a client may abort it beside its siblings; need not be unique
 
     def __post_init__(self) -> None:

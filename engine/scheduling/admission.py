@@ -160,8 +160,9 @@ class Admission:
         if self.prefix_cache is None:
             return [[] for _ in self.groups.windows]
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
-            salt = entry.request.params.cache_salt
-            entry.chain = self.prefix_cache.chain(f"{weight_version}\0{salt}" if salt else weight_version)
+            asked = entry.request.request
+            own = asked.adapter, asked.params.cache_salt
+            entry.chain = self.prefix_cache.chain(repr((weight_version, *own)) if any(own) else weight_version)
         if entry.request.params.needs_whole_prompt:
             return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)

@@ -69,7 +69,7 @@ class PrefixCache:
         return len(self._digest_of)
 
     def chain(self, salt: str) -> PrefixChain:
-        """Create the chain of one sequence. Sequences with different salts (weight versions) never share pages."""
+        """Create the chain of one sequence. Sequences with different salts never share pages."""
         return PrefixChain(blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest(), self.generation)
 
     def is_current(self, chain: PrefixChain) -> bool:

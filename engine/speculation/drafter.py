@@ -21,12 +21,9 @@ class DraftRow(NamedTuple):
 class Drafter(Protocol):
     """Proposes draft tokens for the decodes of a step. Used by one scheduler, from its thread.
 
-    `reads_tokens`: whether `propose` needs the tokens of the step before on the host. Steps can't be scheduled ahead
-    of reading them then, so `async_scheduling` is refused. A drafter that runs on the device, beside the model, does
-    not need them.
+    It needs the tokens of the step before on the host. So steps can't be scheduled ahead of reading them, and
+    `async_scheduling` is refused: see docs/adr/0010-the-host-one-step-behind.md.
     """
-
-    reads_tokens: bool
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Sequence[int]]:
         """Return the draft tokens of each row, at most `limit`; an empty sequence where none are likely."""

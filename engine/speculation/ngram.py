@@ -41,8 +41,6 @@ class NgramIndex:
 class NgramDrafter:
     """A Drafter that keeps an NgramIndex for each request."""
 
-    reads_tokens = True
-
     def __init__(self) -> None:
         self._indices: dict[str, NgramIndex] = {}
 

@@ -18,6 +18,7 @@ class Capabilities:
     - windows: of each KV cache group, in tokens; None for full attention.
     - max_prefill_chunks: prompt chunks in one step.
     - max_verify_tokens: tokens in the rows of one step that verify drafts; 0 without speculative decoding.
+    - adapters: the names that a request may give as its adapter.
     - device: of the worker in this process, where the core prepares token masks.
     - threads: what changes the number of threads of steps on a CPU; None if it stays.
     """
@@ -27,5 +28,6 @@ class Capabilities:
     windows: tuple[int | None, ...]
     max_prefill_chunks: int
     max_verify_tokens: int
+    adapters: tuple[str, ...]
     device: torch.device
     threads: ThreadTuner | None = None

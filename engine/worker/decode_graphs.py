@@ -15,13 +15,13 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
-from engine.attention.recurrent_states import RecurrentStates, StepStates
+from engine.attention.model_state import ModelState, StepRows
 from engine.kernels.shared_prefixes import SharedPrefixes
 from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
-from engine.worker.written_memory import written_slots, written_states
+from engine.worker.written_memory import written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
@@ -75,14 +75,13 @@ def shared_buckets(buckets: Buckets) -> Buckets:
     return Buckets(tuple(reversed(chosen)))
 
 
-def model_addresses(model: Model, kv: KVCache, states: RecurrentStates | None = None) -> AddressBook:
-    """Collect the tensors that a step reads by address, beside its site's static buffers: weights, KV cache, states."""
+def model_addresses(model: Model, kv: KVCache, state: ModelState) -> AddressBook:
+    """Collect the tensors that a step reads by address, beside its site's static buffers: weights, KV cache, state."""
     addresses = AddressBook()
     addresses.watch(model.module, prefix="model.")
     for index, tensors in enumerate(kv.storage):
         addresses.watch(dict(zip("kv", tensors, strict=False)), prefix=f"kv.{index}.")
-    if states is not None:
-        addresses.watch({str(index): whole for index, whole in enumerate(states.storage)}, prefix="states.")
+    addresses.watch(state.tensors())
     return addresses
 
 
@@ -102,14 +101,14 @@ class DecodeStep:
         sampler: GreedySampler,
         layout: Layout,
         kv: KVCache,
-        states: RecurrentStates | None = None,
+        model_state: ModelState,
         keeps_hidden: bool = False,
         prefix_group: int | None = None,
     ):
         self.model, self.prefix_group = model, prefix_group
         self._keeps_hidden = keeps_hidden
-        self._attention, self._sampler, self._layout, self._states = attention, sampler, layout, states
-        self._kv = kv
+        self._attention, self._sampler, self._layout, self._kv = attention, sampler, layout, kv
+        self._model_state = model_state
 
     def run(
         self, state: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor, context: int | None = None, **_: Any
@@ -136,7 +135,8 @@ class DecodeStep:
         """Return what the step of this state writes beside the buffers."""
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]
-        return written_slots(self._kv, views.page_tables, slots, positions) + written_states(self._states, slots)
+        written = written_slots(self._kv, views.page_tables, slots, positions)
+        return written + self._model_state.written(StepRows(slots))
 
     def _layer_part(self, index: int) -> Part:
         def layer(state: Tensor, hidden: Tensor, context: int | None = None, **_: Any) -> None:
@@ -148,7 +148,9 @@ class DecodeStep:
 
     def _embed(self, state: Tensor, rows: int) -> Tensor:
         views = self._layout.views(state)
-        return self.model.embed(views.last_tokens, views.slots[:rows])
+        slots = views.slots[:rows]
+        self._model_state.begin(StepRows(slots))
+        return self.model.embed(views.last_tokens, slots)
 
     def _context(self, state: Tensor, rows: int, context: int | None) -> ForwardContext:
         views = self._layout.views(state)
@@ -159,8 +161,8 @@ class DecodeStep:
             shared = SharedPrefixes(views.shared_keys[:rows], members, views.num_prefix_groups)
             metadata = metadata._replace(shared=shared, prefix_group=self.prefix_group)
         attention = self._attention.decode(metadata)
-        states = None if self._states is None else StepStates(self._states, slots)
-        return ForwardContext(self.model.rope(positions), attention, slots, states)
+        more = self._model_state.context(StepRows(slots))
+        return ForwardContext(self.model.rope(positions), attention, slots, **more)
 
     def _sample(self, state: Tensor, hidden: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         """Write the logits and greedy tokens to their buffers, and the next step's tokens and positions."""

@@ -6,7 +6,6 @@ import logging
 
 import torch
 
-from engine.utils.async_copy import ids_to
 from engine.worker.model_runner import ModelRunner
 from graph_cache.keys import GraphKey
 
@@ -28,8 +27,7 @@ def compile_kernels(runner: ModelRunner, rank: int = 0, num_ranks: int = 1) -> N
     )
     with torch.inference_mode():  # nothing computed what the run stored in the entries of padding: it may be NaN
         runner.zero_pages([])
-        if runner.states is not None:
-            runner.states.zero(ids_to(runner.device, [0]))
+        runner.model_state.reset_padding()
         is_right = runner.attention.verify(runner.model.config.num_heads // max(1, runner.model.config.num_kv_heads))
     if not is_right:  # steps run other kernels from here on
         runner.builder.max_mixed_decodes = 0

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.cache_spec import recurrent_layers
+from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import FP8_DTYPES, KVCache
-from engine.attention.recurrent_states import RecurrentStates
 from engine.attention.selection import choose_backend
 from engine.config import ResolvedConfig
 from engine.errors import ConfigError, ModelError
@@ -38,9 +37,10 @@ from engine.worker.decode_graphs import (
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.packed_graphs import (
     MAX_MIXED_DECODES,
-    PackedBuckets,
     PackedOutput,
     PackedStep,
+    prefill_buckets,
+    verify_buckets,
 )
 from engine.worker.pooling import Pooler
 from engine.worker.prefix_groups import MIN_MEMBERS
@@ -56,17 +56,18 @@ from engine.worker.step_input import (
     StepInput,
     VerifyInput,
 )
+from graph_cache.addresses import AddressBook
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
 from graph_cache.host_ring import HostRing
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool
+from graph_cache.site import Site
 
 logger = logging.getLogger(__name__)
 
 PREFILL_EAGER = "phase_not_captured"
-MIN_VERIFY_TOKENS = 64  # room for drafts of a few requests, however small the batch
 MIN_SHARED_BYTES = 16 << 20  # keys and values of a layer that sharing prefixes must save: it costs a launch
 PROMPT_LOGPROB_ROWS = 256  # rows of logits materialised at once for prompt logprobs
 
@@ -84,56 +85,25 @@ class ModelRunner:
         eos_token_ids: Sequence[int],
         manifest: Manifest | None = None,
     ):
-        spec, device = model.config, torch.device(config.device)
-        self.config = config
-        self.model = model
-        self.device = device
-        dtype = getattr(torch, config.dtype)
-        specs = model.cache_specs()
+        device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+        self.config, self.model, self.device = config, model, device
         stored = FP8_DTYPES.get(config.kv_cache_dtype)
         self.kv_region = new_region(device) if config.enable_sleep_mode else None
         with nullcontext() if self.kv_region is None else self.kv_region.allocation():
-            self.kv = KVCache(specs, config.num_pages, config.page_size, dtype, device, stored)
-            self.states = (
-                RecurrentStates(specs, config.max_num_seqs, dtype, device) if recurrent_layers(specs) else None
-            )
-        backend = choose_backend(list(self.kv.paged.values()), dtype, device, stored)
-        self.attention = backend(self.kv, config.max_num_seqs)
-        if stored is not None:
-            logger.info(
-                "KV cache in %s, read by %s attention: it halves the cache's memory",
-                config.kv_cache_dtype,
-                backend.name,
-            )
-        pages = -(-config.max_model_len // config.page_size)
-        layout = Layout(config.max_num_seqs, pages, len(self.kv.groups), self._prefix_members())
+            self.kv = KVCache(model.cache_specs(), config.num_pages, config.page_size, dtype, device, stored)
+            self.model_state = model.make_state(config.max_num_seqs, config.max_num_batched_tokens)
+        self.attention = self._make_attention(dtype, stored)
+        pages, groups = -(-config.max_model_len // config.page_size), len(self.kv.groups)
         # Only the kernels for Hopper GPUs are fast enough to run decodes in one graph with prompt chunks.
         max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
-        self.prefill_buckets = PackedBuckets(
-            Phase.PREFILL,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            pages,
-            len(self.kv.groups),
-            max_mixed_decodes,
-        )
-        self.verify_buckets: PackedBuckets | None = None
-        if config.num_speculative_tokens:
-            tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
-            self.verify_buckets = PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages, len(self.kv.groups))
+        self.prefill_buckets = prefill_buckets(config, pages, groups, max_mixed_decodes)
+        self.verify_buckets = verify_buckets(config, pages, groups) if config.num_speculative_tokens else None
         max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
         self.step_model = self._fuse(dtype, max_rows) or model
-        self.buffers = decode_buffers(
-            layout, max_rows, spec.hidden_size, spec.vocab_size, dtype, device, self.step_model.logits_dtype
-        )
+        layout = Layout(config.max_num_seqs, pages, groups, self._prefix_members())
+        sizes, logits_dtype = (model.config.hidden_size, model.config.vocab_size), self.step_model.logits_dtype
+        self.buffers = decode_buffers(layout, max_rows, *sizes, dtype, device, logits_dtype)
         self.state = layout.views(self.buffers["state"])
-        token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * (stored or dtype).itemsize  # of a layer
-        inputs = DecodeInputs(
-            layout,
-            config.page_size,
-            [group.window for group in self.kv.groups],
-            min_saved=-(-MIN_SHARED_BYTES // max(1, token_bytes)),
-        )
         self.cache = GraphCache(
             config.graph_config(),
             device,
@@ -141,36 +111,15 @@ class ModelRunner:
             capture_on_miss=config.warmup == "lazy",
             manifest=manifest,
         )
-        addresses = model_addresses(self.step_model, self.kv, self.states)  # one book for all sites: it is checked once
-        addresses.watch(self.buffers.tensors, prefix="buffers.")  # prefill writes them too
-        greedy = GreedySampler(max_rows, spec.vocab_size, device)
+        # One book of addresses for all sites, which is checked once. Prefill writes the decode buffers too.
+        addresses = model_addresses(self.step_model, self.kv, self.model_state)
+        addresses.watch(self.buffers.tensors, prefix="buffers.")
+        greedy = GreedySampler(max_rows, model.config.vocab_size, device)
         has_dynamic_lengths = self.attention.support.dynamic_lengths or not self.kv.groups
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
-        make_step = partial(
-            DecodeStep,
-            self.step_model,
-            self.attention,
-            greedy,
-            layout,
-            self.kv,
-            self.states,
-            config.enable_return_hidden_states,
-        )
-        make_site = partial(
-            decode_site, addresses=addresses, buffers=self.buffers, scope=self.cache.config.inference_scope
-        )
-        row_buckets = Buckets.for_limit(config.max_num_seqs, config.graph_buckets)
-        self.site = self.cache.add_site(
-            make_site(
-                make_step(),
-                buckets=row_buckets,
-                contexts=self.contexts,
-                warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
-            )
-        )
-        if inputs.prefix_group is not None:
-            shared_step = make_step(prefix_group=inputs.prefix_group)
-            self.cache.add_site(make_site(shared_step, buckets=shared_buckets(row_buckets)))
+        inputs = self._make_inputs(layout, (stored or dtype).itemsize)
+        self.site = self._add_decode_sites(layout, inputs.prefix_group, greedy, addresses)
+        self.packed_steps = self._add_packed_steps(greedy, addresses)
         self.builder = StepBuilder(
             self.cache,
             inputs,
@@ -181,25 +130,9 @@ class ModelRunner:
             captures_prefill=self.attention.support.captures_prefill,
             max_mixed_decodes=max_mixed_decodes,
         )
-        self.packed_steps: dict[Phase, PackedStep] = {}
-        for buckets in (self.prefill_buckets, self.verify_buckets):
-            if buckets is not None:
-                step = self.packed_steps[buckets.phase] = PackedStep(
-                    self.step_model,
-                    self.attention,
-                    greedy,
-                    buckets,
-                    self.state.last_tokens,
-                    self.buffers["logits"],
-                    self.buffers["next_tokens"],
-                    self.kv,
-                    self.states,
-                )
-                if self.attention.support.captures_prefill:
-                    self.cache.add_site(step.site(addresses))
         self.sampling = Sampler(
             config.max_num_seqs,
-            spec.vocab_size,
+            model.config.vocab_size,
             device,
             eos_token_ids=eos_token_ids,
             logprobs_mode=config.logprobs_mode,
@@ -217,6 +150,80 @@ class ModelRunner:
         self.ring = HostRing(self.cache.pool.backend, max_rows, torch.int64, depth=len(Phase) * MAX_STEPS_IN_FLIGHT)
         self._in_flight: list[AsyncStepOutput] = []
         self._masked: tuple[StepInput, AsyncStepOutput] | None = None  # the last step, if its output awaits masks
+
+    # ---- parts, in the order in which they are made ----------------------------------------------------------------
+
+    def _make_attention(self, dtype: torch.dtype, stored: torch.dtype | None) -> AttentionBackend:
+        """Create the fastest backend for the model's layers. `stored`: the cache's dtype, if it is another."""
+        backend = choose_backend(list(self.kv.paged.values()), dtype, self.device, stored)
+        if stored is not None:
+            logger.info(
+                "KV cache in %s, read by %s attention: it halves the cache's memory",
+                self.config.kv_cache_dtype,
+                backend.name,
+            )
+        return backend(self.kv, self.config.max_num_seqs)
+
+    def _make_inputs(self, layout: Layout, itemsize: int) -> DecodeInputs:
+        """Create the host's side of the decode inputs. `itemsize`: bytes of a value in the KV cache."""
+        token_bytes = 2 * self.kv.kv_heads * self.kv.head_dim * itemsize  # of a layer
+        return DecodeInputs(
+            layout,
+            self.config.page_size,
+            [group.window for group in self.kv.groups],
+            min_saved=-(-MIN_SHARED_BYTES // max(1, token_bytes)),
+        )
+
+    def _add_decode_sites(
+        self, layout: Layout, prefix_group: int | None, greedy: GreedySampler, addresses: AddressBook
+    ) -> Site:
+        """Add the sites of the decode step to the cache, and return the one of rows that share no prefixes."""
+        make_step = partial(
+            DecodeStep,
+            self.step_model,
+            self.attention,
+            greedy,
+            layout,
+            self.kv,
+            self.model_state,
+            self.config.enable_return_hidden_states,
+        )
+        make_site = partial(
+            decode_site, addresses=addresses, buffers=self.buffers, scope=self.cache.config.inference_scope
+        )
+        row_buckets = Buckets.for_limit(self.config.max_num_seqs, self.config.graph_buckets)
+        site = self.cache.add_site(
+            make_site(
+                make_step(),
+                buckets=row_buckets,
+                contexts=self.contexts,
+                warm_contexts=[width for width in self.contexts if width <= WARM_CONTEXT] or self.contexts[:1],
+            )
+        )
+        if prefix_group is not None:
+            shared_step = make_step(prefix_group=prefix_group)
+            self.cache.add_site(make_site(shared_step, buckets=shared_buckets(row_buckets)))
+        return site
+
+    def _add_packed_steps(self, greedy: GreedySampler, addresses: AddressBook) -> dict[Phase, PackedStep]:
+        """Create the packed step of each phase, and add its site to the cache if it can be captured."""
+        steps: dict[Phase, PackedStep] = {}
+        for buckets in (self.prefill_buckets, self.verify_buckets):
+            if buckets is not None:
+                step = steps[buckets.phase] = PackedStep(
+                    self.step_model,
+                    self.attention,
+                    greedy,
+                    buckets,
+                    self.state.last_tokens,
+                    self.buffers["logits"],
+                    self.buffers["next_tokens"],
+                    self.kv,
+                    self.model_state,
+                )
+                if self.attention.support.captures_prefill:
+                    self.cache.add_site(step.site(addresses))
+        return steps
 
     def _fuse(self, dtype: torch.dtype, max_rows: int) -> Model | None:
         """Build the model with fused kernels; None if device, dtype, settings or model don't support it.
@@ -258,7 +265,7 @@ class ModelRunner:
     def _can_mix(self) -> bool:
         """Return whether decodes may run in one graph with prompt chunks."""
         has_drafts = self.config.num_speculative_tokens > 0
-        return self.attention.has_fast_short_chunks and self.states is None and not has_drafts
+        return self.attention.has_fast_short_chunks and self.model_state.joins_phases and not has_drafts
 
     @property
     def max_verify_tokens(self) -> int:
@@ -289,8 +296,8 @@ class ModelRunner:
         with torch.inference_mode():
             for slot in step.admitted:
                 self.sampling.set_slot(slot.slot, slot.params, slot.seed, slot.prompt_ids, slot.output_ids)
-            if step.admitted and self.states is not None:
-                self.states.zero(ids_to(self.device, [slot.slot + 1 for slot in step.admitted]))
+            if step.admitted:
+                self.model_state.assign(step.admitted)
             if step.fresh_pages:
                 self.zero_pages(step.fresh_pages)
             if step.decode is not None:

@@ -15,14 +15,15 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import PrefillMetadata
-from engine.attention.recurrent_states import RecurrentStates, StepStates
+from engine.attention.model_state import ModelState, StepRows
+from engine.config import ResolvedConfig
 from engine.models.interface import Model
 from engine.protocol.phase import Phase
 from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk, VerifyRow
 from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
-from engine.worker.written_memory import written_slots, written_states
+from engine.worker.written_memory import written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
@@ -37,6 +38,7 @@ request that ends is followed by one prompt of a few hundred tokens, so nearly e
 VERIFY_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 """Token buckets of steps that verify drafts, below the largest."""
 
+MIN_VERIFY_TOKENS = 64  # room for drafts of a few requests, however small the batch
 MAX_MIXED_DECODES = 128
 """Decodes in one packed step with prompt chunks. Decode attention reads more of them faster than prefill attention."""
 
@@ -53,7 +55,7 @@ class PackedLayout(NamedTuple):
 
     - [5, num_chunks]: per chunk, the number of tokens up to its end, the number of tokens before it in its sequence,
       the index of its last token in the step, the `last_tokens` entry for its next token (0: none), and the
-      entry of its recurrent states (0: none).
+      entry of its slot in the model's state (0: padding).
     - [tokens, 3]: per token, its id, its position and its page table row.
     - [num_chunks + 1, groups, pages_per_chunk]: page tables, last because only the tables of the step's chunks are
       uploaded; row 0 is padding.
@@ -87,7 +89,7 @@ class PackedLayout(NamedTuple):
         start = 0
         for index, row in enumerate(rows):
             end = start + len(row.tokens)
-            per_chunk[:, index] = end, row.start, end - 1, row.entry, row.state_entry
+            per_chunk[:, index] = end, row.start, end - 1, row.entry, row.slot_entry
             for group, pages in enumerate(row.page_tables):
                 tables[index + 1, group, : len(pages)] = pages
             per_token[start:end, 0] = row.tokens
@@ -103,14 +105,14 @@ class PackedRow(NamedTuple):
 
     A token -n stands for the newest one of entry n, `last_tokens[n]`, which the host may not know yet.
 
-    `entry`: of `last_tokens`, for the greedy token after them. `state_entry`: of the recurrent states. 0: none.
+    `entry`: of `last_tokens`, for the greedy token after them; 0: none. `slot_entry`: see ModelState.
     """
 
     page_tables: Sequence[Sequence[int]]
     start: int
     tokens: Sequence[int]
     entry: int
-    state_entry: int = 0
+    slot_entry: int
 
 
 def prefill_row(chunk: PrefillChunk) -> PackedRow:
@@ -130,7 +132,7 @@ def decode_row(request: Request, position: int) -> PackedRow:
 def verify_row(row: VerifyRow) -> PackedRow:
     """Return a request's newest token and its drafts as a row."""
     request = row.request
-    return PackedRow(request.page_tables, row.start, (request.token_ids[row.start], *row.drafts), 0)
+    return PackedRow(request.page_tables, row.start, (request.token_ids[row.start], *row.drafts), 0, request.slot + 1)
 
 
 class PackedBuckets:
@@ -177,6 +179,18 @@ class PackedBuckets:
         return PackedLayout(chunks, self._pages, self._groups)
 
 
+def prefill_buckets(config: ResolvedConfig, pages_per_chunk: int, groups: int, max_decodes: int) -> PackedBuckets:
+    """Return the buckets of prompt chunks, with room for up to `max_decodes` decodes beside them."""
+    tokens = config.max_num_batched_tokens
+    return PackedBuckets(Phase.PREFILL, config.max_num_seqs, tokens, pages_per_chunk, groups, max_decodes)
+
+
+def verify_buckets(config: ResolvedConfig, pages_per_chunk: int, groups: int) -> PackedBuckets:
+    """Return the buckets of drafts to verify."""
+    tokens = min(config.max_num_batched_tokens, max(MIN_VERIFY_TOKENS, config.max_num_seqs))
+    return PackedBuckets(Phase.VERIFY, config.max_num_seqs, tokens, pages_per_chunk, groups)
+
+
 class PackedOutput(NamedTuple):
     """Hidden states [T, h] after the last layer; logits [N, vocab] and greedy tokens [N] of the sampled rows."""
 
@@ -203,10 +217,10 @@ class PackedStep:
         logits: Tensor,
         next_tokens: Tensor,
         kv: KVCache,
-        states: RecurrentStates | None = None,
+        model_state: ModelState,
     ):
         self._model, self._attention, self._sampler, self.buckets = model, attention, sampler, buckets
-        self._kv, self._states = kv, states
+        self._kv, self._model_state = kv, model_state
         self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
         self._rows = torch.arange(1, buckets.max_chunks + 1, device=model.device)
         self._padding = torch.zeros(len(logits), dtype=torch.int64, device=model.device)
@@ -296,7 +310,7 @@ class PackedStep:
             Whole("next_tokens", self._next_tokens[: len(ends)]),
         ]
         found += written_slots(self._kv, tables.transpose(0, 1), rows, positions)
-        return found + written_states(self._states, entries)
+        return found + self._model_state.written(StepRows(entries))
 
     def _sampled(self, layout: PackedLayout, packed: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the indices of the tokens after which one is sampled, and their entries of `last_tokens`."""
@@ -318,8 +332,9 @@ class PackedStep:
                 tables.transpose(0, 1), positions, rows, ends, starts, self._rows[: layout.num_chunks], spans
             )
         )
-        states = None if self._states is None else StepStates(self._states, entries, ends, rows - 1)
-        return self._model.forward(ids, positions, attention, rows, states)
+        step_rows = StepRows(entries, ends, rows - 1)
+        self._model_state.begin(step_rows)
+        return self._model.forward(ids, positions, attention, rows, **self._model_state.context(step_rows))
 
     def _sample(self, hidden: Tensor, ends: Tensor, entries: Tensor, logits: Tensor, next_tokens: Tensor) -> None:
         maxima = self._model.head(hidden.index_select(0, ends), logits, after_layer=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
-from engine.attention.recurrent_states import RecurrentStates
+from engine.attention.model_state import ModelState
 from engine.errors import ConfigError, EngineError, ModelError
 from engine.layers.weight_slot import overwritten
 from engine.models.interface import Model
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class ReleasableMemory:
     """Releases and restores the parts of a worker's memory. The caller makes sure that no step runs meanwhile.
 
-    `weights` and `cache` are the regions of the model's weights, and of the KV cache and the recurrent states; None if
+    `weights` and `cache` are the regions of the model's weights, and of the KV cache and the state of slots; None if
     they can't be released. `missing`: names of weights that were discarded and have not come since. `shares_weights`:
     whether a trainer's parameters are views of the weights.
     """
@@ -49,7 +49,7 @@ class ReleasableMemory:
         model: Model,
         weights: Region | None,
         kv: KVCache,
-        states: RecurrentStates | None,
+        state: ModelState,
         cache: Region | None,
         graphs: Memory,
     ):
@@ -58,7 +58,7 @@ class ReleasableMemory:
         self._model = model
         self._parts: dict[str, _Part] = {}
         if weights is not None and cache is not None:
-            pages = [pages for tensors in kv.storage for pages in tensors] + (states.storage if states else [])
+            pages = [pages for tensors in kv.storage for pages in tensors] + state.discardable()
             self._parts = {
                 WEIGHTS: _Part(lambda discards: self._release_weights(weights, discards), lambda: weights.restore()),
                 GRAPHS: _Part(lambda discards: graphs.release(), lambda: graphs.restore()),

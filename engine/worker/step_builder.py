@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.protocol.slot_assignment import SlotAssignment
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.worker.decode_graphs import SHARED_SITE, SITE
 from engine.worker.input_buffers import DecodeInputs
@@ -19,7 +20,6 @@ from engine.worker.step_input import (
     PoolingInput,
     PrefillInput,
     PromptScoring,
-    SlotAssignment,
     StepInput,
     VerifyInput,
 )
@@ -74,6 +74,7 @@ class StepBuilder:
                     request.seed,
                     request.request.prompt_token_ids,
                     request.output_ids,
+                    request.request.adapter,
                 )
                 for request in batch.admitted
             ],

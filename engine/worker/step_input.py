@@ -7,18 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.protocol.request import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SlotAssignment:
-    """A slot is given to a request. `output_ids` are the tokens that it generated before a preemption."""
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    prompt_ids: list[int]
-    output_ids: list[int]
+from engine.protocol.slot_assignment import SlotAssignment
 
 
 @dataclass(frozen=True, slots=True)

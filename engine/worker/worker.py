@@ -103,6 +103,7 @@ class Worker:
             windows=tuple(group.window for group in self.runner.kv.groups),
             max_prefill_chunks=self.runner.prefill_buckets.max_chunks,
             max_verify_tokens=self.runner.max_verify_tokens,
+            adapters=() if model.adapters is None else model.adapters.names,
             device=self.runner.device,
             threads=self.threads,
         )
@@ -110,7 +111,7 @@ class Worker:
             model,
             weights,
             self.runner.kv,
-            self.runner.states,
+            self.runner.model_state,
             self.runner.kv_region,
             self.runner.cache.pool.site_memory,
         )
@@ -186,7 +187,8 @@ class Worker:
         """
         self._staged = {}
         model = self.runner.model
-        self._staged = check_update(model.weight_slots(), model.split_stacked(weights), check_finite=True)
+        pairs = model.split_stacked(weights)
+        self._staged = check_update(model.weight_slots(), pairs, check_finite=True, names=model.config.names)
         return len(self._staged)
 
     def stage_files(self, *paths: str) -> int:

@@ -1,4 +1,4 @@
-"""What a step writes beside its static buffers: slots of the KV cache and entries of recurrent states.
+"""What a step writes beside its static buffers and the state of slots: slots of the KV cache.
 
 Shadow checks save, compare and restore these rows, and no more of memory that is shared by all requests.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
-from engine.attention.recurrent_states import RecurrentStates
 from graph_cache.shadow import Region, Rows
 
 
@@ -26,10 +25,3 @@ def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Ten
             for name, pages in zip(("keys", "values"), kv.storage[depth], strict=False):
                 found.append(Rows(f"{name} of layer {layer}", pages.flatten(0, 1), slots))
     return found
-
-
-def written_states(states: RecurrentStates | None, entries: Tensor) -> list[Region]:
-    """Return the states of these entries, int64 [n], in all layers."""
-    if states is None:
-        return []
-    return [Rows(f"recurrent states {index}", whole, entries, dim=1) for index, whole in enumerate(states.storage)]

@@ -14,11 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.cache_spec import RecurrentStateSpec
+from engine.attention.model_state import StepRows
 from engine.attention.recurrent_states import RecurrentStates, StepStates
+from engine.models.adapters import AdapterRows
 from engine.models.interface import ForwardContext
 from engine.models.registry import config_from_dict
+from engine.protocol.slot_assignment import SlotAssignment
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, greedy
 from tests.support.installed import install_entry_point
 
@@ -241,3 +244,21 @@ def test_the_recurrence_of_the_page_carries_its_state():
         for token, found in enumerate(torch.cat(outs[entry])):
             h = decay[token] * h + inputs[token]
             torch.testing.assert_close(found, h)
+
+
+def test_the_layer_of_the_page_adds_the_vector_of_each_rows_adapter():
+    listing: dict[str, Any] = {}
+    exec(compile(listings("python")[2], str(PAGE), "exec"), listing)
+    rows, vectors = AdapterRows(["one", "two"]), torch.tensor([[0.0], [1.0], [2.0]])
+    layer = listing["AdapterBias"](vectors, rows)
+    rows.allocate(4, 8, torch.device("cpu"))
+    params = SamplingParams()
+    rows.assign([SlotAssignment(3, params, 0, [1], [], "two"), SlotAssignment(0, params, 0, [1], [], "one")])
+    rows.begin(StepRows(torch.tensor([4, 2, 1, 0])))  # a decode step, with a row of padding
+    assert layer(torch.zeros(4, 1)).flatten().tolist() == [2, 0, 1, 0]
+    chunks = torch.tensor([0, 0, 1, 2, 2, -1])  # of a packed step, and a token of padding
+    rows.begin(StepRows(torch.tensor([1, 2, 4]), torch.tensor([2, 3, 5]), chunks))
+    assert layer(torch.zeros(6, 1)).flatten().tolist() == [1, 1, 0, 2, 2, 0]
+    rows.assign([SlotAssignment(3, params, 0, [1], [])])
+    rows.begin(StepRows(torch.tensor([4, 1])))
+    assert layer(torch.zeros(2, 1)).flatten().tolist() == [0, 1]

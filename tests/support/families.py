@@ -154,6 +154,7 @@ FAMILIES = {
     "exaone4": Tiny("Exaone4Config", {"sliding_window": WINDOW}),
     "glm": Tiny("GlmConfig", {"head_dim": 16}),
     "glm4": Tiny("Glm4Config", {"head_dim": 16}),
+    "gpt_neox": Tiny("GPTNeoXConfig"),
 }
 """By model_type."""
 
@@ -244,6 +245,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared-tied-no-shared": (
         "granitemoeshared",
         {"shared_intermediate_size": 0, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "gpt_neox-sequential-tied": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0, "rope_theta": 1e4},
+        },
     ),
     "glm4-whole-heads": ("glm4", {"attention_bias": False, "rope_parameters": {"partial_rotary_factor": 1.0}}),
 }

@@ -31,6 +31,7 @@ QUANTISED = {
     "cohere",
     "glm4",
     "phi",
+    "gpt_neox",
 }  # other names, norms and MLPs than Llama's
 # variants with a part that no tiny folder of a family has
 QUICK = {
@@ -102,6 +103,7 @@ def config_in_engine(family: str, **changes: Any) -> ModelConfig:
         ("starcoder2", ["gated_mlp=False", "norm='layer_bias'", "activation='gelu_pytorch_tanh'"]),
         ("cohere", ["parallel_block=True", "rope_interleaved=True"]),
         ("olmo-clip", ["qkv_clip=0.8"]),
+        ("gpt_neox", ["parallel_block=True", "norm='layer_bias'", "rotary_dim=4"]),
         ("olmo3", ["local_rope_theta="]),
     ],
 )

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "starcoder2-plain-mlp": {"architectures": ["Starcoder2ForCausalLM"]},
     "glm4": {"architectures": ["Glm4ForCausalLM"]},
     "granite-biases": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "attention_bias": True},
+    "gpt_neox-by-head": {"architectures": ["GPTNeoXForCausalLM"], "head_dim": 8},
     "qwen3-even": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 98, "num_key_value_heads": 4},
 }
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"

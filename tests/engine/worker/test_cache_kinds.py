@@ -116,8 +116,9 @@ def test_padding_rows_change_no_token(make, reference, kind, scope):
     for buckets in ((3, 8), (4, 8), (8,)):
         engine = make(kind, graph_buckets=buckets, inference_cuda_graph_scope=scope)
         assert tokens_of(engine, PROMPTS[:3]) == expected
-        states = engine.loop.executor.worker.runner.states
-        assert states is None or not any(whole[:, 0].any() for whole in states.storage)
+        states = engine.loop.executor.worker.runner.model_state.tensors()
+        assert bool(states) == any("recurrent" in mixer for mixer in KINDS[kind])
+        assert not any(whole[:, 0].any() for whole in states.values())
 
 
 def test_a_capture_between_steps_leaves_the_states_of_running_requests(make, reference):
@@ -137,7 +138,7 @@ def test_a_state_of_nan_ends_with_its_request(make, reference):
     loop = engine.loop
     loop.add(request("bad", PROMPTS[0], greedy(20)))
     loop.step()
-    for whole in loop.executor.worker.runner.states.storage:
+    for whole in loop.executor.worker.runner.model_state.tensors().values():
         whole[:, 1] = float("nan")
     [*_, last] = drain(loop)["bad"]
     assert last.finish_reason == "error" and "finite" in last.error

@@ -11,6 +11,7 @@ import torch
 from tests.support.kernels import DEVICE, DTYPE, relative_error  # isort: skip  (before what imports triton)
 
 from engine.attention.kv_cache import KVCache
+from engine.attention.model_state import ModelState
 from engine.attention.recurrent_states import RecurrentStates
 from engine.attention.triton import TritonBackend
 from engine.protocol.phase import Phase
@@ -64,11 +65,12 @@ def test_a_padded_bucket_gives_what_the_plain_model_gives(kernels, dtype):
         out,
         next_tokens,
         caches[0],
+        ModelState(),
     )
     chunks = [chunk(2, 0, 5, True, [3, 4]), chunk(0, 20, 9, False, [5, 6, 7]), chunk(5, 16, 1, True, [8, 9])]
     tolerance = 4 * TOLERANCE if dtype == DTYPE else 1e-4
     with torch.inference_mode():
-        site = prefill.site(model_addresses(model, caches[0]))
+        site = prefill.site(model_addresses(model, caches[0], ModelState()))
         site.buffers["packed"].fill_(10**9)  # the page tables of unused chunks keep the last step's contents
         prefill.load(buckets.layout(64).fill([prefill_row(one) for one in chunks], 64))
         [part] = site.parts
@@ -115,14 +117,15 @@ def test_a_step_that_verifies_drafts_has_the_logits_after_every_token(kernels):
         out,
         next_tokens,
         kv,
+        ModelState(),
     )
     ids = [(7 * place + 3) % 512 for place in range(30)]
-    rows = [PackedRow([[3, 4]], 20, ids[20:24], 0), PackedRow([[8]], 0, ids[:2], 0)]
+    rows = [PackedRow([[3, 4]], 20, ids[20:24], 0, 3), PackedRow([[8]], 0, ids[:2], 0, 1)]
     with torch.inference_mode():
         tokens, places = torch.tensor(ids[:24], device=DEVICE), torch.arange(24, device=DEVICE)
         hidden = model.forward(tokens, places, prefill_attention(kv, [(0, 24)], [[3, 4]]))
         wanted = model.compute_logits(hidden[[20, 21, 22, 23, 0, 1]])
-        site = verify.site(model_addresses(model, kv))
+        site = verify.site(model_addresses(model, kv, ModelState()))
         assert buckets.choose(6, 2) == 8 and site.phase == site.name == "verify"
         verify.load(buckets.layout(8).fill(rows, 8))
         [part] = site.parts
