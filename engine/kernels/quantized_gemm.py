@@ -336,5 +336,6 @@ def _multiply_dequantized(x: Tensor, weight: LinearWeight, out: Tensor, bias: Te
             torch.addmm(bias[first:end], x, tile, out=part)
         else:
             torch.mm(x, tile, out=part)
+        del tile  # the next one takes its memory
     if add and bias is not None:
         out.add_(bias)
