@@ -19,7 +19,6 @@ from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
 from server.http.openapi import serve_openapi
 from server.http.root_path import RootPath
-from server.http.turns import Turns
 from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
@@ -137,8 +136,6 @@ def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[
     checks_host = bool(config.allowed_hosts) or (is_open and listens_on_loopback(config.host))
     budget = BodyBudget(config.total_body_bytes, service.counters)
     return [
-        # A request that waits for its turn has done nothing yet.
-        Middleware(Turns),
         # All below, and the routes, see paths without the prefix of a proxy.
         *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
         # Counts the refusals of the middleware below too.

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from server.http.direct import EXTENSION, DirectBody
 from server.http.errors import error_body
 from server.http.request_head import HEADER_BYTES, InvalidHead, check_head, header_too_long
+from server.http.turns import Turns
 from server.observability.shared_counters import SharedCounters
 
 log = logging.getLogger("encore.server")
@@ -88,15 +89,18 @@ class LimitedProtocol(HttpToolsProtocol):
     - 400 for requests that can't be parsed, or that a proxy might read differently (`check_head`), with the error body
       of all other errors. Upgrades are ignored.
     - A request that is refused here gets its error after the answers to the requests before it.
+    - Requests begin in turns. Probes don't wait for theirs.
     """
 
     max_connections: int
     header_seconds: float
     write_seconds: float
     open_connections: OpenConnections
+    turns: Turns
 
     _timer: asyncio.TimerHandle | None = None
     _probe: asyncio.TimerHandle | None = None  # of a client that closed its sending side
+    _unread = b""  # the beginning of a request that waits for its turn
     _over_limit = False
     _in_header = True
     _header_bytes = 0  # received of the current header
@@ -115,6 +119,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(REFUSED_SECONDS if self._over_limit else self.header_seconds)
 
     def data_received(self, data: bytes) -> None:
+        if self._unread:
+            self._unread += data
+            return
+        begins = self._in_header and not self._header_bytes
+        if begins and not data.startswith(PROBES) and not self.turns.take(self._read_in_turn):
+            self._unread = data
+            self.flow.pause_reading()
+            return
+        self._read(data)
+
+    def _read_in_turn(self) -> None:
+        """Read what arrived before this connection's turn."""
+        if self._unread:
+            data, self._unread = self._unread, b""
+            self.flow.resume_reading()
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
         if self.transport.is_closing() or self._refusal is not None:
             return
         if self._over_limit and self.cycle is None and not data.startswith(PROBES):
@@ -182,6 +204,7 @@ class LimitedProtocol(HttpToolsProtocol):
         So interim responses (100 Continue), which clients skip, are written until the response starts: the second one
         fails if the client left.
         """
+        self._read_in_turn()
         self._stop_timer()
         last = self.pipeline[0][0] if self.pipeline else self.cycle
         if last is None or last.response_complete or last.more_body or self.transport.is_closing():
@@ -233,6 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread = b""
         self._stop_timer()
         if self._probe is not None:
             self._probe.cancel()
@@ -336,6 +360,7 @@ def limited_protocol(
             "header_seconds": header_seconds,
             "write_seconds": write_seconds,
             "open_connections": open_connections,
+            "turns": Turns(),
         },
     )
 
