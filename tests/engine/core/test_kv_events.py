@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import threading
 import time
 
 import pytest
@@ -188,6 +189,18 @@ def test_a_subscriber_that_never_reads_delays_nothing(publisher, subscribe):
         time.sleep(0.01)
     assert time.monotonic() < deadline
     assert router.next == 0
+
+
+def test_a_full_queue_loses_a_batch_and_does_not_wait(publisher, caplog):
+    sender, found = publisher(max_queue_size=4), []
+    sender.close()  # the thread takes no more batches
+    caller = threading.Thread(
+        target=lambda: found.extend(sender.publish([CLEARED]) for _ in range(6)), daemon=True
+    )  # fmt: skip
+    caller.start()
+    caller.join(10)
+    assert found == [True] * 4 + [False] * 2
+    assert caplog.text.count("batches are dropped") == 1
 
 
 def test_after_a_lost_batch_subscribers_are_told_to_forget(make_engine, addresses, subscribe, monkeypatch):
