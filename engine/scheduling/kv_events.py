@@ -40,7 +40,7 @@ class KVEventRecorder:
         """Record that pages `indices` of a sequence were cached, ascending. `digests` are of all its pages so far.
 
         Each run of neighbouring pages is one event. The salt of a request is an extra key of the first page, as in
-        vLLM.
+        vLLM, and a key of each event, which Dynamo reads.
         """
         first = 0
         for end in range(1, len(indices) + 1):
@@ -59,9 +59,11 @@ class KVEventRecorder:
                 "group_idx": group,
                 **self._kinds[group],
             }
-            if cache_salt and not start:
+            if cache_salt:
                 salt = cache_salt.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-                event["extra_keys"] = [[salt], *[None] * (stop - 1)]
+                event["cache_salt"] = salt
+                if not start:
+                    event["extra_keys"] = [[salt], *[None] * (stop - 1)]
             self._events.append(event)
             self._stored[group].update(digests[start:stop])
             first = end

@@ -25,6 +25,7 @@ class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None  # Dynamo's
 
 
 class BlockRemoved(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -41,7 +41,8 @@ def test_pages_of_a_salted_request_name_the_salt_at_the_first_page_and_have_othe
     insert(cache, list(range(8)))
     insert(cache, list(range(8)), salt="tenant")
     plain, salted = cache.events.take()
-    assert "extra_keys" not in plain and salted["extra_keys"] == [["tenant"], None]
+    assert not {"extra_keys", "cache_salt"} & plain.keys()
+    assert salted["extra_keys"] == [["tenant"], None] and salted["cache_salt"] == "tenant"
     insert(cache, list(range(50, 54)), salt="\ud800")  # JSON can hold it, UTF-8 can't
     assert cache.events.take()[-1]["extra_keys"] == [["\ufffd" * 3]]
     assert not set(plain["block_hashes"]) & set(salted["block_hashes"])
