@@ -35,13 +35,20 @@ class KVEventRecorder:
         self._stored: list[set[bytes]] = [set() for _ in groups]
 
     def stored(
-        self, group: int, digests: Sequence[bytes], indices: Sequence[int], token_ids: Sequence[int], cache_salt: str
+        self,
+        group: int,
+        digests: Sequence[bytes],
+        indices: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> None:
         """Record that pages `indices` of a sequence were cached, ascending. `digests` are of all its pages so far.
 
-        Each run of neighbouring pages is one event. The salt of a request is an extra key of the first page, as in
-        vLLM, and a key of each event, which Dynamo reads.
+        Each run of neighbouring pages is one event. As in vLLM, the adapter of a request is an extra key of each page,
+        its salt one of the first page. Dynamo reads the salt from a key of the event.
         """
+        salt = cache_salt.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         first = 0
         for end in range(1, len(indices) + 1):
             if end < len(indices) and indices[end] == indices[end - 1] + 1:
@@ -55,15 +62,16 @@ class KVEventRecorder:
                 "block_size": self._page_size,
                 "lora_id": None,
                 "medium": MEDIUM,
-                "lora_name": None,
+                "lora_name": adapter or None,
                 "group_idx": group,
                 **self._kinds[group],
             }
             if cache_salt:
-                salt = cache_salt.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
                 event["cache_salt"] = salt
-                if not start:
-                    event["extra_keys"] = [[salt], *[None] * (stop - 1)]
+            if adapter or (cache_salt and not start):
+                shared = [adapter] if adapter else []
+                first_keys = [*shared, salt] if cache_salt and not start else shared
+                event["extra_keys"] = [first_keys, *[shared or None] * (stop - start - 1)]
             self._events.append(event)
             self._stored[group].update(digests[start:stop])
             first = end

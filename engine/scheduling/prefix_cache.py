@@ -23,12 +23,12 @@ class PrefixChain:
     pages computed with older weights out of the cache.
     """
 
-    __slots__ = ("cache_salt", "digests", "generation", "root")
+    __slots__ = ("adapter", "cache_salt", "digests", "generation", "root")
 
-    def __init__(self, root: bytes, generation: int, cache_salt: str = ""):
+    def __init__(self, root: bytes, generation: int, cache_salt: str = "", adapter: str = ""):
         self.root = root
         self.generation = generation
-        self.cache_salt = cache_salt  # of the request, for events
+        self.cache_salt, self.adapter = cache_salt, adapter  # of the request, for events
         self.digests: list[bytes] = []
 
     def digest(self, index: int, token_ids: Sequence[int], page_size: int) -> bytes:
@@ -72,13 +72,13 @@ class PrefixCache:
         """Number of cached pages, referenced or idle."""
         return len(self._digest_of)
 
-    def chain(self, salt: str, cache_salt: str = "") -> PrefixChain:
+    def chain(self, salt: str, cache_salt: str = "", adapter: str = "") -> PrefixChain:
         """Create the chain of one sequence. Sequences with different salts never share pages.
 
-        `cache_salt`: the part of the salt that the request gave, which events name.
+        `cache_salt` and `adapter`: the parts of the salt that the request gave, which events name.
         """
         root = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
-        return PrefixChain(root, self.generation, cache_salt)
+        return PrefixChain(root, self.generation, cache_salt, adapter)
 
     def is_current(self, chain: PrefixChain) -> bool:
         """Whether the chain was created after the last `reset`."""
@@ -153,7 +153,7 @@ class PrefixCache:
                     self._digest_of[page] = digest
                     added.append(index)
             if added and self.events is not None:
-                self.events.stored(group, chain.digests, added, token_ids, chain.cache_salt)
+                self.events.stored(group, chain.digests, added, token_ids, chain.cache_salt, chain.adapter)
 
     def reset(self) -> None:
         """Drop all entries and start a new generation. Referenced pages stay with their requests, but aren't shared."""

@@ -36,13 +36,13 @@ class View:
             self.blocks[event["group_idx"], number] = (parent, ids, "".join(salts[place] or ()))
             parent = number
 
-    def match(self, token_ids: Sequence[int], size: int, salt: str = "", group: int = 0) -> int:
+    def match(self, token_ids: Sequence[int], size: int, salt: str = "", group: int = 0, adapter: str = "") -> int:
         """Return how many leading blocks of a prompt are known. The block of the last token doesn't count."""
         found = {block: number for (owner, number), block in self.blocks.items() if owner == group}
         parent, length = None, 0
         while (length + 1) * size < len(token_ids):
             ids = tuple(token_ids[length * size : (length + 1) * size])
-            parent = found.get((parent, ids, "" if length else salt))
+            parent = found.get((parent, ids, adapter + ("" if length else salt)))
             if parent is None:
                 break
             length += 1

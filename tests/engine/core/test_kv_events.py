@@ -94,7 +94,7 @@ def test_a_router_knows_what_is_cached_through_evictions_aborts_and_updates(
         assert len(router.view.blocks) == len(loop.prefix_cache), f"turn {turn}"
         for prompt in [*prompts, *prefixes]:
             for one in ("", "tenant"):
-                salted = f"{loop.weight_version}\0{one}" if one else loop.weight_version
+                salted = repr((loop.weight_version, "", one)) if one else loop.weight_version
                 found = len(loop.prefix_cache.lookup(loop.prefix_cache.chain(salted), prompt)[0])
                 assert router.view.match(prompt, 8, one) == found
                 known, most = known + found, max(most, found)

@@ -86,7 +86,7 @@ def test_dynamo_finds_the_blocks_that_the_engine_finds(make_engine, indexer):
         cache = loop.prefix_cache
         for prompt in prompts:
             for salt in ("", "tenant"):
-                version = f"{loop.weight_version}\0{salt}" if salt else loop.weight_version
+                version = repr((loop.weight_version, "", salt)) if salt else loop.weight_version
                 pages = len(cache.lookup(cache.chain(version), [*prompt, 1])[0])
                 if found.tokens(prompt, salt) != pages * SIZE:
                     return False

@@ -48,6 +48,20 @@ def test_pages_of_a_salted_request_name_the_salt_at_the_first_page_and_have_othe
     assert not set(plain["block_hashes"]) & set(salted["block_hashes"])
 
 
+def test_pages_of_an_adapter_name_it_at_each_page_and_in_the_event(cache):
+    tables = cache.pool.allocate(3)
+    cache.insert(cache.chain("('v1', 'french', 'tenant')", "tenant", "french"), list(range(12)), [tables], 0, 2)
+    cache.insert(cache.chain("('v1', 'french', 'tenant')", "tenant", "french"), list(range(12)), [tables], 2, 3)
+    cache.pool.free(tables)
+    first, second = cache.events.take()
+    assert (first["lora_name"], first["lora_id"], first["cache_salt"]) == ("french", None, "tenant")
+    assert first["extra_keys"] == [["french", "tenant"], ["french"]] and second["extra_keys"] == [["french"]]
+    view = View()
+    view.apply([first, second])
+    assert view.match(list(range(13)), SIZE, "tenant", adapter="french") == 3
+    assert view.match(list(range(13)), SIZE, "tenant") == view.match(list(range(13)), SIZE, adapter="french") == 0
+
+
 def test_evictions_in_a_row_are_one_event_and_remove_the_last_page_first(cache):
     insert(cache, list(range(16)))
     [stored] = cache.events.take()
