@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.kv_events_config import KVEventsConfig
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import DEFAULT_MAX_IMAGES, VisionSettings, vision_settings
 from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
@@ -72,6 +73,8 @@ class EngineConfig(NamesFields):
       elsewhere.
     - `enable_prefix_caching`: reuse KV pages of prompts with the same prefix. Default: unless the model has recurrent
       state, which refuses True.
+    - `kv_events_config`: publish over ZeroMQ which prefixes the KV cache holds, for routers: a KVEventsConfig, or its
+      values as a dict or JSON (docs/kv-cache.md). None: off.
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
@@ -123,6 +126,7 @@ class EngineConfig(NamesFields):
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool | None = None
+    kv_events_config: KVEventsConfig | None = None
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     enable_return_hidden_states: bool = False
@@ -209,6 +213,7 @@ class EngineConfig(NamesFields):
         if self.tensor_parallel_size > 1:
             self._check_tensor_parallel()
         self._check_scores()
+        self._check_kv_events()
         if self.enable_sleep_mode and self.mode != "inference":
             raise ConfigError(f"enable_sleep_mode=True is for inference, found mode={self.mode!r}: leave it out")
         if self.graph_buckets is not None:
@@ -268,6 +273,21 @@ class EngineConfig(NamesFields):
         object.__setattr__(self, "score_tokens", tuple(tokens))
         if template is not None and (not isinstance(template, str) or not template):
             raise ConfigError(f"score_template={template!r} must be a file with a template")
+
+    def _check_kv_events(self) -> None:
+        if self.kv_events_config is None:
+            return
+        events = KVEventsConfig.of(self.kv_events_config)
+        object.__setattr__(self, "kv_events_config", events)
+        if not events.is_on:
+            return
+        if self.mode != "inference":
+            raise ConfigError(f"kv_events_config is for inference, found mode={self.mode!r}: leave it out")
+        if self.enable_prefix_caching is False:
+            raise ConfigError(
+                "kv_events_config publishes what the prefix cache holds, found enable_prefix_caching=False: leave one "
+                "of them out"
+            )
 
     def _check_dropless(self) -> None:
         if not self.cuda_graph_moe_dropless:

@@ -39,6 +39,7 @@ PURE_FILES = (
 FLOORS = {
     "engine": (
         ("errors", "utils"),
+        ("kv_events_config",),
         ("config",),
         ("protocol", "kernels"),
         ("distributed", "checkpoint", "speculation"),

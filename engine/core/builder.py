@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from engine.checkpoint.source import ModelSource, resolve_model
 from engine.config import EngineConfig
+from engine.core.kv_event_publisher import open_publisher
 from engine.core.loop import EngineLoop
 from engine.executor.build import start_executor
 from engine.executor.interface import Executor
@@ -24,8 +27,8 @@ def build_loop(
     `tokenizer`: its end-of-text ids are added to the model's own, and grammars need it. Raises ConfigError or
     ModelError with what to do about it, and EngineDead if a worker process ends during the start.
     """
-    executor = start_executor(config, source or resolve_model(config.model, progress=config.progress), _eos(tokenizer))
-    return EngineLoop(executor, _compiler(executor, tokenizer))
+    source = source or resolve_model(config.model, progress=config.progress)
+    return _loop(config, lambda: start_executor(config, source, _eos(tokenizer)), tokenizer)
 
 
 def build_megatron_loop(
@@ -35,8 +38,21 @@ def build_megatron_loop(
 
     See `worker_of_model` and `build_loop`. Raises ConfigError or ModelError.
     """
-    executor = UniprocExecutor(worker_of_model(config, model, _eos(tokenizer), source))
-    return EngineLoop(executor, _compiler(executor, tokenizer))
+    return _loop(config, lambda: UniprocExecutor(worker_of_model(config, model, _eos(tokenizer), source)), tokenizer)
+
+
+def _loop(config: EngineConfig, start: Callable[[], Executor], tokenizer: Tokenizer | None) -> EngineLoop:
+    """Open the publisher of KV events, if there is one, before the model loads: its address may be taken."""
+    publisher = open_publisher(config)
+    executor = None
+    try:
+        executor = start()
+        return EngineLoop(executor, _compiler(executor, tokenizer), publisher)
+    except BaseException:
+        for one in (publisher, executor):
+            if one is not None:
+                one.close()
+        raise
 
 
 def _eos(tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -15,14 +15,16 @@ import torch
 from engine.core.captures import Captures
 from engine.core.constraints import Constraints
 from engine.core.finish import StepFinisher
+from engine.core.kv_event_publisher import KVEventPublisher
 from engine.core.pause import Pause, PauseMode
 from engine.core.sleep import Sleep
 from engine.core.steps import Steps
-from engine.errors import EngineError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.executor.interface import Executor
 from engine.protocol.messages import EngineStats
 from engine.protocol.request import EngineRequest, TokenEvent, check_prompt_ids
 from engine.sampling.sampler import check_sampling
+from engine.scheduling.kv_events import KVEventRecorder
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
@@ -42,17 +44,30 @@ class EngineLoop:
     """The scheduler and live requests of one model, whose steps an executor runs.
 
     Not thread-safe. `service.serve` runs it until a Stop command. `compiler`: for the grammars of constrained requests;
-    None refuses them. The loop closes it.
+    None refuses them. `publisher`: for events of the prefix cache; None: off. The loop closes both.
     """
 
-    def __init__(self, executor: Executor, compiler: GrammarCompiler | None = None):
+    def __init__(
+        self,
+        executor: Executor,
+        compiler: GrammarCompiler | None = None,
+        publisher: KVEventPublisher | None = None,
+    ):
         self.executor = executor
         workers = executor.capabilities
         self.config, self.info = workers.config, workers.info
         self.weight_version = self.info.weight_version
         config = self.config
         pool = PagePool(config.num_pages, config.page_size)
-        self.prefix_cache = PrefixCache(pool, workers.windows) if config.enable_prefix_caching else None
+        if publisher is not None and not config.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config publishes what the prefix cache holds, and this model runs without one: leave it out"
+            )
+        self._publisher = publisher
+        self._kv_events = None if publisher is None else KVEventRecorder(config.page_size, workers.windows)
+        self.prefix_cache = (
+            PrefixCache(pool, workers.windows, self._kv_events) if config.enable_prefix_caching else None
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -176,7 +191,8 @@ class EngineLoop:
         return queued + self.constraints.compiling + list(self._pause.held.values())
 
     def take_events(self) -> list[TokenEvent]:
-        """Return the pending events, such as the events of requests just aborted."""
+        """Return the pending events, such as the events of requests just aborted. Publishes KV events."""
+        self._publish_kv_events()
         events, self.finisher.events = self.finisher.events, []
         return events
 
@@ -312,6 +328,7 @@ class EngineLoop:
         self.weight_version = version
         self.executor.call("check_addresses")
         self.sleep.weights_came()
+        self._publish_kv_events()
 
     def rename_weights(self, version: str) -> None:
         """Name the weights `version` without changing them: the tokens from now on have that version. KV is kept."""
@@ -319,6 +336,7 @@ class EngineLoop:
         self.steps.drain()
         self.scheduler.rename_weights(version)
         self.weight_version = version
+        self._publish_kv_events()
 
     def reset_prefix_cache(self, recompute_running: bool = False) -> None:
         """Drop all cached prefixes. With `recompute_running` live requests lose their KV too, and compute it again."""
@@ -327,6 +345,18 @@ class EngineLoop:
             self.scheduler.preempt_all()
         if self.prefix_cache is not None:
             self.prefix_cache.reset()
+        self._publish_kv_events()
+
+    def _publish_kv_events(self) -> None:
+        """Publish the events of the prefix cache since the last call, as one batch.
+
+        If the batch is lost, the next one begins with AllBlocksCleared: subscribers may miss pages that are cached, and
+        never count on pages that are not.
+        """
+        if self._kv_events is None or self._publisher is None:
+            return
+        if (events := self._kv_events.take()) and not self._publisher.publish(events):
+            self._kv_events.cleared()
 
     def _forget_kv(self) -> None:
         self.reset_prefix_cache(recompute_running=True)
@@ -421,6 +451,8 @@ class EngineLoop:
     def close(self) -> None:
         """Close the workers: drop the graphs and release the model. The loop can't be used afterwards."""
         self.constraints.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self.executor.close()
 
 

@@ -176,6 +176,12 @@ class RolloutPool:
             raise ConfigError(f"mode={self.config.mode!r}: a pool generates; use mode='inference'")
         if self.config.device.startswith("cuda:"):
             raise ConfigError(f"device={self.config.device!r}: Ray gives each engine its GPUs: set device='cuda'")
+        events = self.config.kv_events_config
+        if engines > 1 and events is not None and events.is_on:
+            raise ConfigError(
+                f"kv_events_config is for one engine, found engines={engines}: they would share its address and its "
+                "topic: leave it out"
+            )
         source = resolve_model(self.config.model, config_from_folder, self.config.progress)
         self.tokenizer = Tokenizer.try_load(source)
         self._owns_ray = not ray.is_initialized()

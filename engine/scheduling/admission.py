@@ -162,7 +162,8 @@ class Admission:
         if entry.chain is None or not self.prefix_cache.is_current(entry.chain):
             asked = entry.request.request
             own = asked.adapter, asked.params.cache_salt
-            entry.chain = self.prefix_cache.chain(repr((weight_version, *own)) if any(own) else weight_version)
+            salt = repr((weight_version, *own)) if any(own) else weight_version
+            entry.chain = self.prefix_cache.chain(salt, asked.params.cache_salt, asked.adapter)
         if entry.request.params.needs_whole_prompt:
             return [[] for _ in self.groups.windows]
         return self.prefix_cache.lookup(entry.chain, entry.request.token_ids)

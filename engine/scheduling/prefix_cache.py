@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from engine.errors import ConfigError
 from engine.scheduling.cache_groups import Windows, check_windows, pages_before
+from engine.scheduling.kv_events import KVEventRecorder
 from engine.scheduling.page_pool import PagePool
 
 
@@ -22,11 +23,12 @@ class PrefixChain:
     pages computed with older weights out of the cache.
     """
 
-    __slots__ = ("digests", "generation", "root")
+    __slots__ = ("adapter", "cache_salt", "digests", "generation", "root")
 
-    def __init__(self, root: bytes, generation: int):
+    def __init__(self, root: bytes, generation: int, cache_salt: str = "", adapter: str = ""):
         self.root = root
         self.generation = generation
+        self.cache_salt, self.adapter = cache_salt, adapter  # of the request, for events
         self.digests: list[bytes] = []
 
     def digest(self, index: int, token_ids: Sequence[int], page_size: int) -> bytes:
@@ -44,10 +46,11 @@ class PrefixCache:
 
     A prefix of k pages is found if every group has the pages that the next query reads: a full group all k, a window
     group the pages of the last window - 1 tokens. `queries` and `hits` count prompt tokens looked up and found, never
-    reset. Only paged keys and values are cached: don't use it for models with recurrent state.
+    reset. Only paged keys and values are cached: don't use it for models with recurrent state. `events` records what
+    is cached and evicted; None records nothing.
     """
 
-    def __init__(self, pool: PagePool, groups: Windows = (None,)):
+    def __init__(self, pool: PagePool, groups: Windows = (None,), events: KVEventRecorder | None = None):
         check_windows(groups)
         if not groups:
             raise ConfigError(
@@ -55,6 +58,7 @@ class PrefixCache:
             )
         self.pool = pool
         self.groups = groups
+        self.events = events
         self.queries = 0
         self.hits = 0
         self.evictions = 0
@@ -68,9 +72,13 @@ class PrefixCache:
         """Number of cached pages, referenced or idle."""
         return len(self._digest_of)
 
-    def chain(self, salt: str) -> PrefixChain:
-        """Create the chain of one sequence. Sequences with different salts never share pages."""
-        return PrefixChain(blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest(), self.generation)
+    def chain(self, salt: str, cache_salt: str = "", adapter: str = "") -> PrefixChain:
+        """Create the chain of one sequence. Sequences with different salts never share pages.
+
+        `cache_salt` and `adapter`: the parts of the salt that the request gave, which events name.
+        """
+        root = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+        return PrefixChain(root, self.generation, cache_salt, adapter)
 
     def is_current(self, chain: PrefixChain) -> bool:
         """Whether the chain was created after the last `reset`."""
@@ -136,13 +144,16 @@ class PrefixCache:
         if not self.is_current(chain):
             return
         for group, page_of in enumerate(self._page_of):
-            table = tables[group]
+            table, added = tables[group], []
             for index in range(start, stop):
                 digest = chain.digest(index, token_ids, self.pool.page_size)
                 if digest not in page_of and (page := table[index]):
                     self.pool.keep(page)
                     page_of[digest] = page
                     self._digest_of[page] = digest
+                    added.append(index)
+            if added and self.events is not None:
+                self.events.stored(group, chain.digests, added, token_ids, chain.cache_salt, chain.adapter)
 
     def reset(self) -> None:
         """Drop all entries and start a new generation. Referenced pages stay with their requests, but aren't shared."""
@@ -152,6 +163,8 @@ class PrefixCache:
             page_of.clear()
         self._digest_of.clear()
         self.generation += 1
+        if self.events is not None:
+            self.events.cleared()
 
     def problems(self) -> list[str]:
         """Describe every inconsistency within the cache or with its pool; empty if there is none."""
@@ -178,7 +191,9 @@ class PrefixCache:
 
     def _evicted(self, page: int) -> None:
         digest = self._digest_of.pop(page)
-        for page_of in self._page_of:
+        for group, page_of in enumerate(self._page_of):
             if page_of.get(digest) == page:
                 del page_of[digest]
+                if self.events is not None:
+                    self.events.removed(group, digest)
         self.evictions += 1

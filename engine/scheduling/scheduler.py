@@ -181,9 +181,11 @@ class Scheduler:
     def rename_weights(self, version: str) -> None:
         """Give the weights another version, without a change to them: live requests have it too and keep their KV.
 
-        Prefixes that were cached under the old version are found no more.
+        Prefixes that were cached under the old version are found no more, so they are dropped.
         """
         self.weight_version = version
+        if self.prefix_cache is not None:
+            self.prefix_cache.reset()
         for entry in self._entries.values():
             entry.request.weight_version = version
 

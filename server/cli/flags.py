@@ -91,6 +91,8 @@ ENGINE_HELP = {
     "num_pages": "number of KV cache pages",
     "gpu_memory_utilization": "fraction of the GPU's memory to use",
     "enable_prefix_caching": "reuse the KV cache of prompts with the same prefix",
+    "kv_events_config": "publish over ZeroMQ which prefixes the KV cache holds, for routers; a JSON object with "
+    'vLLM\'s keys, such as {"enable_kv_cache_events": true}',
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
     "enable_return_hidden_states": "allow requests to ask for hidden states",
@@ -154,8 +156,8 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "logging": ("log_level", "log_format", "progress"),
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
-        "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "async_scheduling",
-        "num_speculative_tokens", "enable_sleep_mode",
+        "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "kv_events_config",
+        "async_scheduling", "num_speculative_tokens", "enable_sleep_mode",
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",

@@ -126,6 +126,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "str": str,
     "str | None": str,
+    "KVEventsConfig | None": str,
     "tuple[int, ...] | None": split(int),
     "tuple[str, ...]": split(str),
 }
@@ -135,6 +136,7 @@ METAVARS: Mapping[str, str] = {
     "float": "X",
     "str": "TEXT",
     "str | None": "TEXT",
+    "KVEventsConfig | None": "JSON",
     "tuple[int, ...] | None": "N,N",
     "tuple[str, ...]": "TEXT,TEXT",
 }
@@ -143,6 +145,8 @@ METAVARS: Mapping[str, str] = {
 def _from_yaml(where: str, annotation: str, value: Any) -> Any:
     if isinstance(value, str):
         return parse(where, annotation, value)
+    if isinstance(value, dict) and annotation.startswith("KVEventsConfig"):
+        return value
     if annotation.startswith("tuple"):
         items = value if isinstance(value, list) else [value]
         item = int if "int" in annotation else str
@@ -164,6 +168,7 @@ NEEDED = {
     "bool | None": "true or false",
     "str": "a string",
     "str | None": "a string",
+    "KVEventsConfig | None": "a mapping, or a JSON object",
     "int": "an integer",
     "int | None": "an integer",
     "float": "a number",

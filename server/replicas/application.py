@@ -94,6 +94,11 @@ def check(config: ServerConfig) -> None:
                 f"{name}={getattr(config, name)!r} is for the listener of a single server, and Ray Serve's proxy "
                 "listens for replicas: leave it out, or serve without replicas"
             )
+    if config.engine.kv_events_config is not None and config.engine.kv_events_config.is_on:
+        raise ConfigError(
+            "kv_events_config is for a single server: replicas would share its address and its topic, so that a router "
+            "could not tell them apart: serve without replicas, or leave it out"
+        )
     device = config.engine.device
     if device.startswith("cuda:"):
         raise ConfigError(f"device={device!r}: Ray gives each replica its GPUs: set device=cuda")

@@ -5,6 +5,7 @@ python -m server.serving.vllm_metrics > docs/reference/vllm-metrics.md
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,6 +60,7 @@ SHARED_NAMES = {
 
 CACHE_CONFIG = "cache_config_info"
 SLEEP_STATE = "engine_sleep_state"
+LORA = "lora_requests_info"
 NEVER_USED = {
     "external_prefix_cache_queries": "prompt tokens looked up in other servers' caches; always 0: there are none",
     "external_prefix_cache_hits": "prompt tokens found there; always 0",
@@ -69,6 +71,8 @@ NEVER_USED = {
 OWN_ONLY = {
     CACHE_CONFIG: "labels `block_size`, `num_gpu_blocks`, `enable_prefix_caching` and more; the value is 1",
     SLEEP_STATE: "1 for the `sleep_state` of the weights: `awake`, `weights_offloaded` or `discard_all`; others 0",
+    LORA: "labels `max_lora` (always 0: adapters are not supported), `running_lora_adapters` and "
+    "`waiting_lora_adapters` (always empty); the value is the time in seconds since 1970",
     **NEVER_USED,
 }
 """Names of vLLM without a counterpart of Encore's."""
@@ -98,6 +102,7 @@ class VllmCollector:
         for state in ("awake", "weights_offloaded", "discard_all"):
             sleep.add_metric((*labels.values(), state), state == self._sleep_state())
         yield sleep
+        yield _lora()
         for name, text in NEVER_USED.items():
             counter = CounterMetricFamily(THEIRS + name, text, labels=tuple(labels))
             counter.add_metric(tuple(labels.values()), 0)
@@ -124,6 +129,14 @@ class VllmCollector:
         return cache
 
 
+def _lora() -> Metric:
+    """Return the gauge of adapters, of which there are none. Gateways log an error where the gauge is absent."""
+    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    lora = GaugeMetricFamily(THEIRS + LORA, "Adapters of running and waiting requests.", labels=tuple(labels))
+    lora.add_metric(tuple(labels.values()), time.time())
+    return lora
+
+
 def _renamed(family: Metric, labels: dict[str, str]) -> Metric:
     found = Metric(THEIRS + family.name.removeprefix(OWN), family.documentation, family.type, family.unit)
     found.samples = [
@@ -148,7 +161,7 @@ def document() -> str:
         "",
         "- Counters end in `_total`. Times are histograms in seconds.",
         f"- Encore's own names begin with `{OWN}` in place of `{THEIRS}`; the last {len(OWN_ONLY)} have none.",
-        "- vLLM's names for LoRA, transfers between servers, KV cache residency and FLOP are absent, as they are in "
+        "- vLLM's names for transfers between servers, KV cache residency and FLOP are absent, as they are in "
         "vLLM without these features.",
     ]
     return "\n".join(lines) + "\n"

@@ -15,10 +15,12 @@ from engine.errors import PromptTooLong
 from engine.protocol.request import EngineRequest, SamplingParams
 from engine.scheduling.admission import TURN_SECONDS
 from engine.scheduling.batch import Batch
+from engine.scheduling.kv_events import KVEventRecorder
 from engine.scheduling.page_pool import SCRATCH_PAGE, PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.support.kv_view import View
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_WAITING = 8
@@ -73,7 +75,9 @@ class Simulation:
         self.in_flight: list[tuple[Batch, list[Request], list[int]]] = []
         self.last_sampled: dict[Request, int] = {}  # the token that the device sampled last
         self.pool = PagePool(num_pages, page_size)
-        self.cache = PrefixCache(self.pool, config.groups) if cached else None
+        self.events = KVEventRecorder(self.pool.page_size, config.groups)
+        self.view = View()  # of a router that reads the events
+        self.cache = PrefixCache(self.pool, config.groups, self.events) if cached else None
         self.scheduler = Scheduler(config, self.pool, self.cache, weight_version="0")
         self.weights = 0
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (group, value)
@@ -409,6 +413,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def invariants_hold(self):
         if hasattr(self, "sim"):
             self.sim.scheduler.check()
+            self.sim.view.apply(self.sim.events.take())
+            assert len(self.sim.view.blocks) == (0 if self.sim.cache is None else len(self.sim.cache))
             live = self.sim.scheduler.requests()
             assert len(live) == self.sim.scheduler.num_running + self.sim.scheduler.num_waiting
             assert {r for r in self.sim.accepted if not r.state.is_final} == set(live)

@@ -109,6 +109,26 @@ def test_a_value_out_of_range_is_named_as_it_was_given(write):
             built("--config", path)
 
 
+def test_kv_events_are_json_or_a_mapping_of_a_file(write):
+    text = '{"enable_kv_cache_events": true, "topic": "kv@a@b"}'
+    path = write("kv-events-config:\n  enable_kv_cache_events: true\n  topic: kv@a@b\n")
+    found = [
+        built("--kv-events-config", text), built(ENCORE_KV_EVENTS_CONFIG=text), built("--config", path),
+        built("--config", write(f"kv_events_config: '{text}'")),
+    ]  # fmt: skip
+    assert {one.engine.kv_events_config.topic for one in found} == {"kv@a@b"}
+    assert all(one.engine.kv_events_config.is_on for one in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("{", "--kv-events-config='{' is not valid JSON"), ('{"topics": ""}', "--kv-events-config: unknown key 'topics'")],
+)
+def test_invalid_kv_events_are_refused_by_the_flag(value, message):
+    with pytest.raises(ConfigError, match=message):
+        built("--kv-events-config", value)
+
+
 def test_a_missing_file_is_one_line_and_status_2(capsys):
     assert cli.main(["serve", "--config", "/no/such/file.yaml"]) == 2
     shown = capsys.readouterr().err

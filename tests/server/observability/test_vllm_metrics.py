@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.serving.vllm_metrics import CACHE_CONFIG, OWN, OWN_ONLY, SHARED_NAMES, SLEEP_STATE, THEIRS, document
+from server.serving.vllm_metrics import CACHE_CONFIG, LORA, OWN, OWN_ONLY, SHARED_NAMES, SLEEP_STATE, THEIRS, document
 from server.version import VLLM_VERSION
 from tests.server.conftest import running, tiny_config
 
@@ -20,7 +20,7 @@ vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc vll
 vllm:generation_tokens_total vllm:e2e_request_latency_seconds_bucket vllm:time_to_first_token_seconds_bucket
 vllm:inter_token_latency_seconds_bucket vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
 vllm:request_success_total vllm:request_queue_time_seconds_sum vllm:request_prefill_time_seconds_sum
-vllm:request_decode_time_seconds_sum vllm:cache_config_info
+vllm:request_decode_time_seconds_sum vllm:cache_config_info vllm:lora_requests_info
 """.split()
 
 
@@ -195,6 +195,12 @@ def test_times_of_a_sequence_add_up(server):
         )
     )  # fmt: skip
     assert inference == pytest.approx(prefill + decode) and 0 < queue + inference <= total
+
+
+def test_the_gauge_of_adapters_says_that_there_are_none(server):
+    [sample] = families(server)[THEIRS + LORA].samples
+    assert sample.labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert abs(sample.value - time.time()) < 60
 
 
 def test_version_is_that_of_the_release_that_is_followed(server):

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
     [
         ("http_workers", 2), ("max_connections", 5), ("header_seconds", 3.0), ("write_seconds", 3.0),
         ("keep_alive_seconds", 3.0), ("forwarded_allow_ips", ("10.0.0.1",)), ("device", "cuda:1"),
+        ("kv_events_config", {"enable_kv_cache_events": True}),
     ],
 )  # fmt: skip
 def test_settings_that_replicas_cannot_have_are_refused_by_name(setting, value):
