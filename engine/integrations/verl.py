@@ -69,17 +69,20 @@ def server_arguments(config: Any, model_path: str) -> list[str]:
         "tensor_parallel_size": config.tensor_model_parallel_size, "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens, "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization, "logprobs_mode": modes[mode],
-        "enable_sleep_mode": config.free_cache_engine, "enable_return_routed_experts": routing_replay(config),
+        "enable_sleep_mode": config.free_cache_engine or None,
+        "enable_return_routed_experts": routing_replay(config) or None,
         "cuda_graph_impl": "none" if config.enforce_eager else None,
+        "graph_buckets": ",".join(map(str, config.cudagraph_capture_sizes or ())) or None,
+        "enable_prefix_caching": None if config.get("enable_prefix_caching", True) else False,
     }  # fmt: skip
     options |= dict((config.engine_kwargs or {}).get(NAME) or {})
     options.pop("host", None)
     found: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            found.append(flag)
-        elif value is not None and value is not False:
+        if isinstance(value, bool):
+            found.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None:
             found += [flag, str(value)]
     return found
 
@@ -96,6 +99,8 @@ class EncoreServer:
     - host: the address to listen on.
     - devices: CUDA_VISIBLE_DEVICES of the server; empty: as in this process.
     - limits: max_model_len, prompt_length and response_length of verl's config; see `generate`.
+    - defaults: of sampling parameters.
+    - num_layers: of the model, if verl replays the experts that the engine chose.
     """
 
     def __init__(
@@ -105,10 +110,11 @@ class EncoreServer:
         devices: str,
         max_calls: int,
         limits: tuple[int | None, int, int],
-        ignore_eos: bool = False,
+        defaults: Mapping[str, Any],
         num_layers: int | None = None,
     ):
-        self._arguments, self._devices, self._limits, self._ignore_eos = arguments, devices, limits, ignore_eos
+        self._arguments, self._devices, self._limits, self._defaults = arguments, devices, limits, dict(defaults)
+        self._sleeps = "--enable-sleep-mode" in arguments
         self._replays_layers = num_layers  # None: routing replay is off
         self._threads = ThreadPoolExecutor(max_calls + CONTROL_CALLS)
         self._key, self._host, self._port = secrets.token_hex(16), host, 0
@@ -166,8 +172,7 @@ class EncoreServer:
         if longest is not None:
             most = min(most, longest - len(ids))
         wants_logprobs, global_steps = bool(given.pop("logprobs", False)), self._global_steps
-        given |= {"max_tokens": max(1, most), "logprobs": 0 if wants_logprobs else None}
-        given.setdefault("ignore_eos", self._ignore_eos)
+        given = self._defaults | given | {"max_tokens": max(1, most), "logprobs": 0 if wants_logprobs else None}
         body = {"token_ids": ids, "sampling_params": given, "request_id": request_id, "priority": priority}
         try:
             answer = await self.call("/inference/v1/generate", body)
@@ -202,12 +207,14 @@ class EncoreServer:
         self._global_steps = global_steps
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of weights and KV cache, or with these tags."""
-        await self.call("/resume_memory_occupation", {"tags": tags or MEMORY_PARTS})
+        """Restore the memory of weights and KV cache, or with these tags. Without free_cache_engine nothing is done."""
+        if self._sleeps:
+            await self.call("/resume_memory_occupation", {"tags": tags or MEMORY_PARTS})
 
     async def sleep(self, tags: list[str] | None = None) -> None:
         """Release it."""
-        await self.call("/release_memory_occupation", {"tags": tags or MEMORY_PARTS})
+        if self._sleeps:
+            await self.call("/release_memory_occupation", {"tags": tags or MEMORY_PARTS})
 
     async def release_kv_cache(self) -> None:
         """Release the memory of the KV cache."""
@@ -328,8 +335,11 @@ class EncoreReplica(RolloutReplica):
         )
         limits = (self.config.max_model_len, self.config.prompt_length, self.config.response_length)
         host = ((self.config.engine_kwargs or {}).get(NAME) or {}).get("host", LOOPBACK)
+        defaults = {"ignore_eos": self.config.ignore_eos, "repetition_penalty": self.config.repetition_penalty}
+        if self.config.full_determinism:
+            defaults["seed"] = self.replica_rank + self.config.seed
         server = actor.remote(
-            arguments, host, ",".join(devices), self.config.max_num_seqs, limits, self.config.ignore_eos, num_layers
+            arguments, host, ",".join(devices), self.config.max_num_seqs, limits, defaults, num_layers
         )
         await server.launch_server.remote()
         host, port = await server.get_server_address.remote()

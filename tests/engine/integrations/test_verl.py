@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -19,6 +22,7 @@ from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_cla
 import engine.integrations.verl as adapters
 from engine.errors import ConfigError
 from engine.integrations.local_ray import start_ray
+from server.cli.main import command_parser
 from tests.engine.lively import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # verl's own
@@ -163,3 +167,25 @@ def test_requests_are_aborted_with_their_tokens_and_new_ones_are_held_or_refused
 def test_settings_that_cannot_be_served_are_refused_by_name(changes):
     with pytest.raises(ConfigError, match=f"rollout.{next(iter(changes))}"):
         adapters.server_arguments(rollout_config(**changes), "folder")
+
+
+def test_settings_become_flags_of_the_server():
+    config = rollout_config(
+        enforce_eager=True, free_cache_engine=False, enable_prefix_caching=False, cudagraph_capture_sizes=[1, 8],
+        engine_kwargs={"encore": {"kv_cache_dtype": "fp8_e4m3", "host": "0.0.0.0"}},
+    )  # fmt: skip
+    found = adapters.server_arguments(config, "folder")
+    parsed = command_parser("serve").parse_args(found)
+    assert parsed.kv_cache_dtype == "fp8_e4m3" and parsed.cuda_graph_impl == "none"
+    assert parsed.enable_prefix_caching is False and parsed.graph_buckets == (1, 8)
+    assert "--enable-sleep-mode" not in found and "--host" not in found
+    assert "--enable-sleep-mode" in adapters.server_arguments(rollout_config(), "folder")
+
+
+def test_verl_imports_the_module_by_its_name():
+    code = (
+        "import verl; from verl.workers.rollout.replica import get_rollout_replica_class as get; print(get('encore'))"
+    )
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "engine.integrations.verl"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "EncoreReplica" in done.stdout, done.stderr
