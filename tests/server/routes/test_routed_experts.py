@@ -7,7 +7,7 @@ import binascii
 import numpy as np
 import pytest
 
-from server.schemas import responses as wire
+from server.schemas import answers as wire
 from tests.engine.core.test_routed_experts import Routers
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
