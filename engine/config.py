@@ -47,6 +47,7 @@ _BOOLEANS = (
     "enable_prefix_caching",
     "async_scheduling",
     "enable_return_hidden_states",
+    "enable_return_routed_experts",
     "enable_sleep_mode",
     "progress",
     "cuda_graph_packed_seq",
@@ -79,6 +80,8 @@ class EngineConfig(NamesFields):
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
     - `enable_return_hidden_states`: allow requests with `return_hidden_states`; decode steps then keep them.
+    - `enable_return_routed_experts`: allow requests with `return_routed_experts`, and record the experts of each token
+      in each step. The model must have layers with experts.
     - `enable_sleep_mode`: allow `sleep` to release the memory of weights, KV cache and graphs (docs/rl.md). On a GPU
       it is then allocated as virtual memory, so that addresses stay, which needs a C compiler.
     - `score_tokens`: the two tokens, such as ("no", "yes"), whose logits after a query and a document say how well they
@@ -130,6 +133,7 @@ class EngineConfig(NamesFields):
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     enable_return_hidden_states: bool = False
+    enable_return_routed_experts: bool = False
     enable_sleep_mode: bool = False
     score_tokens: tuple[str, ...] = ()
     score_template: str | None = None

@@ -32,32 +32,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 QUESTIONS = 10  # per step
 
 
-class Server:
-    """An Encore server in a separate process, and the calls that a trainer makes."""
+class Client:
+    """The calls that a trainer makes to an Encore server."""
 
-    def __init__(self, folder: str, port: int):
-        self.url, self._admin_key = f"http://127.0.0.1:{port}", secrets.token_hex(16)
-        settings = ["--dtype", "float32", "--warmup", "full", "--graph-manifest", "none", "--num-threads", "1"]
-        sizes = ["--max-num-seqs", str(QUESTIONS * GROUP), "--max-model-len", "64"]
-        command = [sys.executable, "-m", "server.cli", "serve", "--model", folder, "--served-model-name", "policy"]
-        self._process = subprocess.Popen(
-            [*command, "--port", str(port), *settings, *sizes], env=os.environ | {"ENCORE_ADMIN_KEYS": self._admin_key}
-        )
-
-    def wait_until_ready(self) -> None:
-        """Return when all graphs are captured. Raises RuntimeError if the server ends first."""
-        while self._process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/ready").close()
-                return
-            except urllib.error.URLError:  # not listening yet, or 503: not ready yet
-                time.sleep(0.2)
-        raise RuntimeError(f"the server ended with status {self._process.returncode}")
+    def __init__(self, url: str, admin_key: str = ""):
+        self.url, self._admin_key = url.rstrip("/"), admin_key
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return its answer. Raises RuntimeError with the server's message."""
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self._admin_key}"}
-        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
+        return self._send(path, json.dumps(body).encode())
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the answer of a path. Raises RuntimeError with the server's message."""
+        return self._send(path, None)
+
+    def _send(self, path: str, body: bytes | None) -> dict[str, Any]:
+        headers = {"content-type": "application/json"}
+        if self._admin_key:
+            headers["authorization"] = f"Bearer {self._admin_key}"
+        request = urllib.request.Request(f"{self.url}{path}", body, headers)
         try:
             with urllib.request.urlopen(request) as answer:
                 return json.load(answer)
@@ -80,7 +73,31 @@ class Server:
             rows = re.findall(r"^encore_graph_captures_total\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
         return sum(int(float(count)) for count in rows)
 
+
+class Server(Client):
+    """An Encore server in a separate process."""
+
+    def __init__(self, folder: str, port: int):
+        super().__init__(f"http://127.0.0.1:{port}", secrets.token_hex(16))
+        settings = ["--dtype", "float32", "--warmup", "full", "--graph-manifest", "none", "--num-threads", "1"]
+        sizes = ["--max-num-seqs", str(QUESTIONS * GROUP), "--max-model-len", "64"]
+        command = [sys.executable, "-m", "server.cli", "serve", "--model", folder, "--served-model-name", "policy"]
+        self._process = subprocess.Popen(
+            [*command, "--port", str(port), *settings, *sizes], env=os.environ | {"ENCORE_ADMIN_KEYS": self._admin_key}
+        )
+
+    def wait_until_ready(self) -> None:
+        """Return when all graphs are captured. Raises RuntimeError if the server ends first."""
+        while self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/ready").close()
+                return
+            except urllib.error.URLError:  # not listening yet, or 503: not ready yet
+                time.sleep(0.2)
+        raise RuntimeError(f"the server ended with status {self._process.returncode}")
+
     def close(self) -> None:
+        """End the process."""
         self._process.terminate()
         self._process.wait()
 

@@ -54,7 +54,7 @@ def is_plain(event: TokenEvent) -> bool:
         len(event.token_ids) == 1 and event.finish_reason is None and event.queue_time is None
         and (event.logprobs is None or isinstance(event.logprobs, TokenLogprobs))
         and event.prompt_logprobs is None and not event.cached_tokens
-        and event.hidden_states is None
+        and event.hidden_states is None and event.routed_experts is None
         and event.stop_reason is None and event.error is None and event.refusal is None
         and not event.grammar_ended
     )  # fmt: skip

@@ -22,9 +22,9 @@ class OutputQueue:
 
     `sequences` is the number of the request's sequences. `on_end(count)` is called when the engine has finished `count`
     of them, read or not; the counts add up to `sequences` at most. `on_hidden_states(parts)` is called for hidden
-    states that arrive, which don't count as unread output here. Each token has log-probabilities of `num_alternatives`
-    others. `on_delta(delta)` is offered a delta for which the reader waits, and returns whether it took it: the reader
-    is not woken then.
+    states and experts that arrive, which don't count as unread output here. Each token has log-probabilities of
+    `num_alternatives` others. `on_delta(delta)` is offered a delta for which the reader waits, and returns whether it
+    took it: the reader is not woken then.
     """
 
     __slots__ = (
@@ -53,8 +53,8 @@ class OutputQueue:
         self._unread_bytes += DELTA_BYTES
         if delta.logprobs is not None:
             self._unread_bytes += LOGPROB_BYTES * delta.logprobs.num_alternatives
-        if delta.hidden_state_parts and self._on_hidden_states is not None:
-            self._on_hidden_states(delta.hidden_state_parts)
+        if self._on_hidden_states is not None and (delta.hidden_state_parts or delta.routed_expert_parts):
+            self._on_hidden_states([*delta.hidden_state_parts, *delta.routed_expert_parts])
         self.put(delta)
         if delta.finish_reason is not None:
             self.end(1)

@@ -58,7 +58,7 @@ class StepFinisher:
             if scores and chunk.request.lease == chunk.lease and not chunk.request.first_event_sent:
                 chunk.request.prompt_scores += scores
         sampled = batch.sampled
-        self._add_hidden_states(batch, result)
+        self._add_token_rows(batch, result)
         tokens, verified = result.tokens[: len(sampled)], self._accept_drafts(batch, result.tokens[len(sampled) :])
         self.scheduler.complete(
             batch,
@@ -99,14 +99,18 @@ class StepFinisher:
             if draft_row.request.lease == draft_row.lease:
                 self._finish_drafts(draft_row.request, accepted)
 
-    def _add_hidden_states(self, batch: Batch, result: StepResult) -> None:
-        """Give the hidden states of the step to its requests, except those with another lease since."""
-        if not result.hidden_states:
+    def _add_token_rows(self, batch: Batch, result: StepResult) -> None:
+        """Give hidden states and experts of the step to its requests, except those with another lease since."""
+        if not result.hidden_states and not result.routed_experts:
             return
         chunks = [(chunk.request, chunk.lease) for chunk in batch.prefills]
         for request, lease in (*zip(batch.decodes, batch.leases, strict=True), *chunks):
-            if request.lease == lease and request.request_id in result.hidden_states:
-                request.add_hidden_states(*result.hidden_states[request.request_id])
+            if request.lease != lease:
+                continue
+            if request.request_id in result.hidden_states:
+                request.hidden_states.add(*result.hidden_states[request.request_id])
+            if request.request_id in result.routed_experts:
+                request.routed_experts.add(*result.routed_experts[request.request_id])
 
     def _advance_grammars(
         self, sampled: Sequence[tuple[Request, int]], tokens: Sequence[int], following: Sequence[Request] | None
@@ -181,10 +185,10 @@ class StepFinisher:
 
     def _finish_pooled(self, request: Request) -> None:
         """End a request with the vector of its prompt, or fail it if the vector is not finite."""
-        if all(np.isfinite(rows).all() for rows in request.hidden_states):
+        if all(np.isfinite(rows).all() for rows in request.hidden_states.parts):
             self._finish(request, TokenEvent(request_id=request.request_id), "stop")
             return
-        request.hidden_states = []
+        request.hidden_states.take()
         self._fail_row(request, None, VECTOR_NOT_FINITE)
 
     def _fail_row(self, request: Request, bucket: int | None, message: str = NOT_FINITE) -> None:
@@ -235,8 +239,7 @@ class StepFinisher:
     def _emit(self, request: Request, event: TokenEvent) -> None:
         """Queue an event with the fields of every event and, for a request's first one, the first-event fields."""
         event.weight_version = request.weight_version
-        if request.hidden_states:
-            event.hidden_states, request.hidden_states = np.concatenate(request.hidden_states), []
+        event.hidden_states, event.routed_experts = request.hidden_states.take(), request.routed_experts.take()
         if not request.first_event_sent:
             request.first_event_sent = True
             event.cached_tokens = request.cached_tokens

@@ -120,6 +120,7 @@ class EngineLoop:
         check_prompt_ids(request.prompt_token_ids, self.info.vocab_size)
         check_sampling(request.params, self.info.vocab_size, self._eos)
         request.params.check_hidden_states(self.info.hidden_state_size)
+        request.params.check_routed_experts(self.info.routed_experts is not None)
         request.params.check_support(self.info.logprobs_mode)
         self.info.check_head(request.params)
         self._check_adapter(request.adapter)

@@ -292,7 +292,8 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     """Router, experts and perhaps a shared expert: normed hidden [T, h] -> [T, h].
 
-    Rows that are not `valid` cost no expert, and get 0 but for the shared expert.
+    Rows that are not `valid` cost no expert, and get 0 but for the shared expert. `recorded` [rows, k] of an integer
+    dtype, if set, gets the experts that the router chooses for each row.
     """
 
     def __init__(
@@ -304,15 +305,22 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.router, self.experts, self.shared, self.names = router, experts, shared, names
+        self.recorded: Tensor | None = None
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """`valid` bool [T]: False for padding rows; None: there are none."""
         weights, experts = self.router(x)
+        self.record(experts)
         if valid is not None:
             # not torch.where, which copies the constant from the host: a capture on CUDA would be refused
             experts = experts.masked_fill(valid.logical_not().unsqueeze(1), NO_EXPERT)
         out = self.experts(x, weights, experts)
         return out if self.shared is None else out + self.shared(x)
+
+    def record(self, experts: Tensor) -> None:
+        """Write the experts [T, k] of a step's rows to `recorded`, if it is set."""
+        if self.recorded is not None:
+            self.recorded[: len(experts)].copy_(experts)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the checkpoint's names to slots; `prefix` is the layer's."""

@@ -153,6 +153,7 @@ class FusedDecoder(Model):
         experts = expert_tensors(moe)
         assert experts is not None and self._experts is not None
         normed = add_experts(hidden, experts, self._experts, norm=layer.post_norm, eps=self.eps, valid=context.valid)
+        moe.record(self._experts.chosen[: len(hidden)])
         if moe.shared is not None:
             hidden.add_(moe.shared(normed))
 

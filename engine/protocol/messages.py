@@ -33,6 +33,8 @@ class ModelInfo:
     input_modalities: tuple[str, ...] = ("text",)  # of messages
     page_size: int  # tokens per KV cache page
     hidden_state_size: int = 0  # values of a hidden state; 0: requests can't ask for them
+    routed_experts: tuple[int, int] | None = None  # layers with experts, experts per token; None: not to be asked for
+    num_experts: int = 0  # of a layer
     num_pages: int  # of the KV cache
     max_num_batched_tokens: int
     enable_prefix_caching: bool

@@ -39,6 +39,7 @@ class OutputDelta:
     logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: TokenLogprobs[TokenLogprob | None] | None = None  # with the first delta only
     hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # see CompletionOutput
+    routed_expert_parts: list[np.ndarray] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string
     error: str | None = None
@@ -58,7 +59,7 @@ class OutputDelta:
         """Whether it adds nothing but tokens with their text, and does not end the sequence."""
         return (
             self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
-            and not self.hidden_state_parts
+            and not self.hidden_state_parts and not self.routed_expert_parts
         )  # fmt: skip
 
     def join(self, later: OutputDelta) -> bool:
@@ -74,6 +75,7 @@ class OutputDelta:
             self.logprobs = TokenLogprobs() if self.logprobs is None else self.logprobs
             self.logprobs += later.logprobs
         self.hidden_state_parts += later.hidden_state_parts
+        self.routed_expert_parts += later.routed_expert_parts
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.abort = later.abort
         return True
@@ -88,6 +90,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)  # generated tokens, a stop token included
     logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids; None unless they were asked for
     hidden_state_parts: list[np.ndarray] = field(default_factory=list)  # float32 [n, h], in order of the tokens
+    routed_expert_parts: list[np.ndarray] = field(default_factory=list)  # int16 [n, L, k], in order of the tokens
     finish_reason: FinishReason | None = None  # stop, length, abort or error; None while it runs
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # the message, if finish_reason is error
@@ -121,6 +124,7 @@ class CompletionOutput:
             self.logprobs = TokenLogprobs() if self.logprobs is None else self.logprobs
             self.logprobs += delta.logprobs
         self.hidden_state_parts += delta.hidden_state_parts
+        self.routed_expert_parts += delta.routed_expert_parts
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
         self.weight_version = delta.weight_version or self.weight_version
@@ -139,6 +143,15 @@ class CompletionOutput:
         They are those after the last layer and its norm. None unless return_hidden_states asked for them.
         """
         return np.concatenate(self.hidden_state_parts) if self.hidden_state_parts else None
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """Int16 [T, L, k]: the k experts of the prompt's tokens and of all generated ones but the last.
+
+        L are the layers with experts, in order, and k experts are in the order of the router. None unless
+        return_routed_experts asked for them.
+        """
+        return np.concatenate(self.routed_expert_parts) if self.routed_expert_parts else None
 
 
 class Sample(NamedTuple):
@@ -198,6 +211,10 @@ class RequestOutput:
     @property
     def hidden_states(self) -> np.ndarray | None:
         return self.outputs[0].hidden_states
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        return self.outputs[0].routed_experts
 
     @property
     def weight_versions(self) -> list[WeightSpan]:

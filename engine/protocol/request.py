@@ -73,6 +73,7 @@ class TokenEvent:
     logprobs: TokenLogprobs[TokenLogprob] | None = None  # parallel to token_ids
     prompt_logprobs: TokenLogprobs[TokenLogprob | None] | None = None  # with the first event only; entry 0 is None
     hidden_states: np.ndarray | None = None  # float32 [n, h], of the tokens computed since the last event
+    routed_experts: np.ndarray | None = None  # int16 [n, L, k], of the same tokens
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id
     grammar_ended: bool = (

@@ -88,6 +88,7 @@ class SamplingParams(NamesFields):
     return_sampling_mask: bool = False  # with each token's logprob, the ids that were not cut off; and the kept mass
     prompt_logprobs: int | None = None  # of each prompt token, and of the k most likely ones in its place; -1: of all
     return_hidden_states: bool = False  # the final hidden state of each prompt and output token but the last
+    return_routed_experts: bool = False  # the experts of each prompt and output token but the last
     pooling: str | None = None  # one vector of the prompt instead of tokens; see engine/protocol/pooling.py
     skip_special_tokens: bool = True  # leave special tokens out of the text
     cache_salt: str = ""  # requests share cached prefixes only if theirs is equal
@@ -118,12 +119,22 @@ class SamplingParams(NamesFields):
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "show_markers")
-        for name in (*flags, "return_hidden_states", "return_kept_mass", "return_sampling_mask"):
+        for name in (
+            *flags,
+            "return_hidden_states",
+            "return_routed_experts",
+            "return_kept_mass",
+            "return_sampling_mask",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
         self._set("n", _integer("n", self.n, 1, MAX_N))
         if self.pooling is not None:
             check_pooling(self.pooling, self.max_tokens, self.n, self.return_hidden_states)
+            if self.return_routed_experts:
+                raise RequestError(
+                    "pooling and return_routed_experts exclude each other: leave one out", param="return_routed_experts"
+                )
         self._set("cache_salt", _salt(self.cache_salt))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, INT64_MIN, INT64_MAX))
@@ -160,7 +171,8 @@ class SamplingParams(NamesFields):
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, so that none may come from the prefix cache."""
-        return self.prompt_logprobs is not None or self.return_hidden_states or self.pooling == "mean"
+        returns_rows = self.return_hidden_states or self.return_routed_experts
+        return self.prompt_logprobs is not None or returns_rows or self.pooling == "mean"
 
     @property
     def is_greedy(self) -> bool:
@@ -201,6 +213,15 @@ class SamplingParams(NamesFields):
                 "return_hidden_states: this engine keeps no hidden states; start it with enable_return_hidden_states "
                 "(--enable-return-hidden-states)",
                 param="return_hidden_states",
+            )
+
+    def check_routed_experts(self, is_recorded: bool) -> None:
+        """Raise RequestError if the experts of tokens are asked for, and the engine doesn't record them."""
+        if self.return_routed_experts and not is_recorded:
+            raise RequestError(
+                "return_routed_experts: this engine doesn't record the experts of tokens; start it with "
+                "enable_return_routed_experts (--enable-return-routed-experts), which needs a model with experts",
+                param="return_routed_experts",
             )
 
     def check_support(self, logprobs_mode: str) -> None:

@@ -39,6 +39,26 @@ _NEXT_STATES: Mapping[RequestState, frozenset[RequestState]] = {
 }
 
 
+class TokenRows:
+    """Arrays with a row per token, from the first token on: the parts that have arrived since the last event."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self._count = 0  # leading tokens whose rows have arrived
+
+    def add(self, start: int, rows: np.ndarray) -> None:
+        """Take the rows of tokens from position `start`, except those that a run before a preemption gave."""
+        new = rows[max(0, self._count - start) :]
+        if len(new):
+            self.parts.append(new)
+            self._count = start + len(rows)
+
+    def take(self) -> np.ndarray | None:
+        """Return the parts as one array, and forget them; None if there are none."""
+        parts, self.parts = self.parts, []
+        return np.concatenate(parts) if parts else None
+
+
 class Request:
     """The scheduler's record of one request. Owned by the loop's thread; compared and hashed by identity.
 
@@ -84,10 +104,11 @@ class Request:
             and not params.has_penalties
             and not params.is_constrained
             and not params.return_hidden_states
+            and not params.return_routed_experts
         )
         self.prompt_scores: list[bytes] = []  # records of the chunks prefilled so far in this run, with prompt_logprobs
-        self.hidden_states: list[np.ndarray] = []  # float32 [n, h], of tokens computed since the last event
-        self.num_hidden_states = 0  # leading tokens whose hidden states have arrived
+        self.hidden_states = TokenRows()  # float32 [n, h]
+        self.routed_experts = TokenRows()  # int16 [n, L, k]
         self.first_event_sent = False
         self.cached_tokens = 0
         self.num_preemptions = 0
@@ -131,18 +152,11 @@ class Request:
         """The sampled tokens known to the host, as a copy."""
         return self.token_ids[self.prompt_len :]
 
-    def add_hidden_states(self, start: int, rows: np.ndarray) -> None:
-        """Take the hidden states of tokens from position `start`, except those that a run before a preemption gave."""
-        new = rows[max(0, self.num_hidden_states - start) :]
-        if len(new):
-            self.hidden_states.append(new)
-            self.num_hidden_states = start + len(rows)
-
     def forget_partial_results(self) -> None:
         """Drop what a preempted prefill has given: the next one computes it again, perhaps with new weights."""
         self.prompt_scores = []
         if not self.first_event_sent:
-            self.hidden_states, self.num_hidden_states = [], 0
+            self.hidden_states, self.routed_experts = TokenRows(), TokenRows()
 
     def held_pages(self) -> list[int]:
         """Return the pages of all groups in the order of their positions, without the entries that are 0."""

@@ -127,6 +127,7 @@ class OutputProcessor:
             logprobs=event.logprobs if event.logprobs is None or stop is None else event.logprobs[:count],
             prompt_logprobs=event.prompt_logprobs,
             hidden_state_parts=[] if event.hidden_states is None else [event.hidden_states],
+            routed_expert_parts=[] if event.routed_experts is None else [event.routed_experts],
             finish_reason=finish_reason,
             stop_reason=event.stop_reason if stop is None else stop,
             error=event.error if stop is None else None,

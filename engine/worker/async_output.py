@@ -24,6 +24,7 @@ class StepResult:
     - prompt_logprobs: by request id, for the prompt tokens scored in this step, as records.
     - hidden_states: by request id, for those that want them: the first position, and float32 [n, h] of the tokens
       computed from there on.
+    - routed_experts: the same, with int16 [n, L, k]: see RoutedExperts.
     - graph_bucket: bucket of the graph that ran the decodes: in rows, or in tokens if prompt chunks ran in the same
       graph. None if they ran eager.
     """
@@ -32,6 +33,7 @@ class StepResult:
     logprobs: list[bytes] = field(default_factory=list)
     prompt_logprobs: dict[str, list[bytes]] = field(default_factory=dict)
     hidden_states: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
+    routed_experts: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
     graph_bucket: int | None = None
 
 
@@ -45,6 +47,7 @@ class AsyncStepOutput:
         self.prompt_scores: dict[str, list[DeviceLogprobs]] = {}
         # Rows of hidden states [n, h], and per request: its id, its first position and the number of its rows.
         self.hidden_states: list[tuple[Download, list[tuple[str, int, int]]]] = []
+        self.routed_experts: list[tuple[Download, list[tuple[str, int, int]]]] = []  # rows of experts [n, L, k]
         self.graph_bucket: int | None = None
         self.awaits_masks = False  # its decodes are to be sampled once their masks arrive
         self._tokens: list[int] = []  # of the tickets read so far
@@ -89,4 +92,8 @@ class AsyncStepOutput:
             rows = download.read().float().numpy()
             for name, position, count in owners:
                 result.hidden_states[name], rows = (position, rows[:count]), rows[count:]
+        for download, owners in self.routed_experts:
+            rows = download.read().numpy()
+            for name, position, count in owners:
+                result.routed_experts[name], rows = (position, rows[:count]), rows[count:]
         return result

@@ -21,7 +21,8 @@ from engine.models.interface import ForwardContext, Model
 from engine.sampling.greedy import GreedySampler
 from engine.worker.input_buffers import Layout
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
-from engine.worker.written_memory import written_slots
+from engine.worker.routed_experts import RoutedExperts
+from engine.worker.written_memory import written_experts, written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
@@ -91,7 +92,8 @@ class DecodeStep:
     The parts of `layer_parts` do the same work as `run`. Only `hidden` is passed from part to part: a graph's internal
     memory is reused by the next graph's replay, so each layer recomputes the rotary values and page metadata. With
     `keeps_hidden`, `run` leaves the output of the last layer in `hidden` too. `prefix_group`: attention reads the
-    prefixes that rows share in this cache group once, as the state says. `kv` is the cache that `attention` writes.
+    prefixes that rows share in this cache group once, as the state says. `kv` is the cache that `attention` writes,
+    `routed_experts` what the layers with experts write.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class DecodeStep:
         model_state: ModelState,
         keeps_hidden: bool = False,
         prefix_group: int | None = None,
+        routed_experts: RoutedExperts | None = None,
     ):
+        self._routed_experts = routed_experts
         self.model, self.prefix_group = model, prefix_group
         self._keeps_hidden = keeps_hidden
         self._attention, self._sampler, self._layout, self._kv = attention, sampler, layout, kv
@@ -136,7 +140,8 @@ class DecodeStep:
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]
         written = written_slots(self._kv, views.page_tables, slots, positions)
-        return written + self._model_state.written(StepRows(slots))
+        written += self._model_state.written(StepRows(slots))
+        return written + written_experts(self._routed_experts, rows)
 
     def _layer_part(self, index: int) -> Part:
         def layer(state: Tensor, hidden: Tensor, context: int | None = None, **_: Any) -> None:

@@ -45,6 +45,7 @@ from engine.worker.packed_graphs import (
 from engine.worker.pooling import Pooler
 from engine.worker.prefix_groups import MIN_MEMBERS
 from engine.worker.releasable import new_region
+from engine.worker.routed_experts import record_experts
 from engine.worker.sampling_graphs import SamplingStep
 from engine.worker.sizing import WARM_CONTEXT, context_buckets
 from engine.worker.step_builder import StepBuilder
@@ -114,6 +115,10 @@ class ModelRunner:
         # One book of addresses for all sites, which is checked once. Prefill writes the decode buffers too.
         addresses = model_addresses(self.step_model, self.kv, self.model_state)
         addresses.watch(self.buffers.tensors, prefix="buffers.")
+        self.routed_experts = None
+        if config.enable_return_routed_experts:
+            self.routed_experts = record_experts(model, max(max_rows, config.max_num_batched_tokens))
+            addresses.watch({"routed_experts": self.routed_experts.buffer})
         greedy = GreedySampler(max_rows, model.config.vocab_size, device)
         has_dynamic_lengths = self.attention.support.dynamic_lengths or not self.kv.groups
         self.contexts = () if has_dynamic_lengths else context_buckets(config.max_model_len, config.page_size)
@@ -187,6 +192,7 @@ class ModelRunner:
             self.kv,
             self.model_state,
             self.config.enable_return_hidden_states,
+            routed_experts=self.routed_experts,
         )
         make_site = partial(
             decode_site, addresses=addresses, buffers=self.buffers, scope=self.cache.config.inference_scope
@@ -220,6 +226,7 @@ class ModelRunner:
                     self.buffers["next_tokens"],
                     self.kv,
                     self.model_state,
+                    self.routed_experts,
                 )
                 if self.attention.support.captures_prefill:
                     self.cache.add_site(step.site(addresses))
@@ -364,6 +371,11 @@ class ModelRunner:
             rows = self.buffers["hidden"].index_select(0, index)
             owners = [(name, step.positions[row], 1) for row, name in step.hidden_states]
             output.hidden_states.append((Download(self.step_model.final_norm(rows)), owners))
+        if step.routed_experts:
+            assert self.routed_experts is not None  # requests that want them are refused otherwise
+            index = ids_to(self.device, [row for row, _ in step.routed_experts])
+            owners = [(name, step.positions[row], 1) for row, name in step.routed_experts]
+            output.routed_experts.append((Download(self.routed_experts.rows(index)), owners))
         tokens = self.buffers["next_tokens"][: len(step.slots)]
         if self.sampling.needs_sampler(step.slots):
             # The step advanced the positions: they are the positions of the tokens to sample.
@@ -387,6 +399,10 @@ class ModelRunner:
             if chunk.hidden_states is not None:
                 rows = self.step_model.final_norm(found.hidden[start : start + chunk.length])
                 output.hidden_states.append((Download(rows), [(chunk.hidden_states, chunk.start, chunk.length)]))
+            if chunk.routed_experts is not None:
+                assert self.routed_experts is not None
+                rows = self.routed_experts.span(start, chunk.length)
+                output.routed_experts.append((Download(rows), [(chunk.routed_experts, chunk.start, chunk.length)]))
             start += chunk.length
         self.pooler.pool(chunks, found.hidden, output)
         if ended:

@@ -23,7 +23,8 @@ from engine.sampling.greedy import GreedySampler
 from engine.scheduling.batch import PrefillChunk, VerifyRow
 from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
-from engine.worker.written_memory import written_slots
+from engine.worker.routed_experts import RoutedExperts
+from engine.worker.written_memory import written_experts, written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
@@ -218,7 +219,9 @@ class PackedStep:
         next_tokens: Tensor,
         kv: KVCache,
         model_state: ModelState,
+        routed_experts: RoutedExperts | None = None,
     ):
+        self._routed_experts = routed_experts
         self._model, self._attention, self._sampler, self.buckets = model, attention, sampler, buckets
         self._kv, self._model_state = kv, model_state
         self._last_tokens, self._logits, self._next_tokens = last_tokens, logits, next_tokens
@@ -310,7 +313,7 @@ class PackedStep:
             Whole("next_tokens", self._next_tokens[: len(ends)]),
         ]
         found += written_slots(self._kv, tables.transpose(0, 1), rows, positions)
-        return found + self._model_state.written(StepRows(entries))
+        return found + self._model_state.written(StepRows(entries)) + written_experts(self._routed_experts, tokens)
 
     def _sampled(self, layout: PackedLayout, packed: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the indices of the tokens after which one is sampled, and their entries of `last_tokens`."""

@@ -111,12 +111,10 @@ class StepBuilder:
         assert bucket is not None  # the largest bucket is max_num_seqs
         self.inputs.advance()
         slots = [request.slot for request in batch.decodes]
-        wanted = [
-            (row, request.request_id)
-            for row, request in enumerate(batch.decodes)
-            if request.params.return_hidden_states
-        ]
-        return DecodeInput(slots, batch.positions, site, bucket, variant, changes, wanted)
+        rows = list(enumerate(batch.decodes))
+        hidden_states = [(row, request.request_id) for row, request in rows if request.params.return_hidden_states]
+        experts = [(row, request.request_id) for row, request in rows if request.params.return_routed_experts]
+        return DecodeInput(slots, batch.positions, site, bucket, variant, changes, hidden_states, experts)
 
     def _variant(self, batch: Batch) -> dict[str, int]:
         """Return the graph variant for these decodes: the context bucket, if attention uses one."""
@@ -155,6 +153,7 @@ class StepBuilder:
             ChunkInput(
                 request.slot, position, 1, True, None,
                 request.request_id if request.params.return_hidden_states else None,
+                routed_experts=request.request_id if request.params.return_routed_experts else None,
             )
             for request, position in pairs
         ]  # fmt: skip
@@ -194,4 +193,5 @@ def chunk_input(chunk: PrefillChunk) -> ChunkInput:
         scoring = PromptScoring(request.request_id, targets, params.prompt_logprobs, params.logprob_token_ids)
     hidden_states = request.request_id if params.return_hidden_states else None
     pooling = None if params.pooling is None else PoolingInput(request.request_id, params.pooling)
-    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states, pooling)
+    experts = request.request_id if params.return_routed_experts else None
+    return ChunkInput(request.slot, chunk.start, chunk.length, chunk.is_last, scoring, hidden_states, pooling, experts)

@@ -20,6 +20,7 @@ class DecodeInput:
     - variant: the keyword values of the graph's key.
     - changes: int64 [2, n], indices into the decode state and the values to write there; None if nothing changed.
     - hidden_states: (row, request id) of the rows whose hidden states are wanted.
+    - routed_experts: the same for the experts of the rows.
     """
 
     slots: list[int]
@@ -29,6 +30,7 @@ class DecodeInput:
     variant: dict[str, Any]
     changes: np.ndarray | None
     hidden_states: list[tuple[int, str]]
+    routed_experts: list[tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class PoolingInput:
 class ChunkInput:
     """A row that advances by `length` tokens from position `start`. `is_last`: a token is sampled after it.
 
-    `hidden_states` is the request's id, if its hidden states are wanted. `pooling` is what the request wants instead of
-    tokens, see PoolingInput.
+    `hidden_states` is the request's id, if its hidden states are wanted; so is `routed_experts`. `pooling` is what the
+    request wants instead of tokens, see PoolingInput.
     """
 
     slot: int
@@ -67,6 +69,7 @@ class ChunkInput:
     scoring: PromptScoring | None
     hidden_states: str | None
     pooling: PoolingInput | None = None
+    routed_experts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

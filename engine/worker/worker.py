@@ -89,6 +89,8 @@ class Worker:
             enable_prefix_caching=config.enable_prefix_caching,
             async_scheduling=config.async_scheduling,
             hidden_state_size=model.config.hidden_size if config.enable_return_hidden_states else 0,
+            routed_experts=None if self.runner.routed_experts is None else self.runner.routed_experts.shape,
+            num_experts=model.config.num_experts,
             hidden_size=model.config.hidden_size,
             num_labels=model.config.num_labels,
             generates_text=model.config.has_lm_head,

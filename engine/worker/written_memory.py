@@ -1,4 +1,4 @@
-"""What a step writes beside its static buffers and the state of slots: slots of the KV cache.
+"""What a step writes beside its static buffers and the state of slots: slots of the KV cache, routed experts.
 
 Shadow checks save, compare and restore these rows, and no more of memory that is shared by all requests.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
-from graph_cache.shadow import Region, Rows
+from engine.worker.routed_experts import RoutedExperts
+from graph_cache.shadow import Region, Rows, Whole
 
 
 def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Tensor) -> list[Region]:
@@ -25,3 +26,8 @@ def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Ten
             for name, pages in zip(("keys", "values"), kv.storage[depth], strict=False):
                 found.append(Rows(f"{name} of layer {layer}", pages.flatten(0, 1), slots))
     return found
+
+
+def written_experts(experts: RoutedExperts | None, rows: int) -> list[Region]:
+    """Return the experts of the first rows."""
+    return [] if experts is None else [Whole("routed experts", experts.buffer[:rows])]

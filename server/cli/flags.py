@@ -96,6 +96,7 @@ ENGINE_HELP = {
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
     "enable_return_hidden_states": "allow requests to ask for hidden states",
+    "enable_return_routed_experts": "record the experts of each token; /inference/v1/generate returns them",
     "enable_sleep_mode": "allow /sleep to release the memory of weights, KV cache and graphs",
     "score_tokens": "tokens for no and yes whose logits score a query and a document, comma-separated",
     "score_template": "file with the Jinja template of a query and a document; none: as the model's folder says",
@@ -150,8 +151,8 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "api": (
         "tool_call_parser", "reasoning_parser", "close_objects", "response_store_entries", "response_store_bytes",
         "response_store_seconds", "enable_prompt_tokens_details", "return_token_ids", "return_tokens_as_token_ids",
-        "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states", "logprobs_mode",
-        "score_tokens", "score_template", "seed",
+        "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states",
+        "enable_return_routed_experts", "logprobs_mode", "score_tokens", "score_template", "seed",
     ),
     "logging": ("log_level", "log_format", "progress"),
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),

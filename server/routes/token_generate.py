@@ -5,14 +5,17 @@ A choice says which weights produced which of its tokens, and has the finish rea
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from engine.protocol.messages import ModelInfo
 from engine.protocol.outputs import CompletionOutput, OutputDelta
 from engine.protocol.request import TokenLogprob
 from server.http.body_route import BodyRoute
@@ -41,7 +44,8 @@ async def generate_tokens(body: TokenGenerateBody, request: Request) -> Response
     service.check_model(body.model)
     body.refuse_unsupported()
     check_priority(request, body.priority)
-    params = body.sampling()
+    info = service.client.info()
+    params, experts_start = body.sampling(info.routed_experts is not None), body.experts_start()
     request_id = body.request_id or request.state.request_id
     service.admission.check_capacity(1, "token_ids")
     wanted_prompt = params.prompt_logprobs  # as the client gave it
@@ -61,7 +65,7 @@ async def generate_tokens(body: TokenGenerateBody, request: Request) -> Response
         found = {
             "request_id": request_id,
             "model": body.model or service.model_names()[0],
-            "choices": [part(_choice(job, choice)) for choice in job.choices],
+            "choices": [part(_choice(job, choice, experts_start, info)) for choice in job.choices],
             "prompt_logprobs": of_prompt,
             "kv_transfer_params": None,
             "usage": _usage(service, job),
@@ -90,8 +94,8 @@ def _usage(service: Service, job: Job) -> dict[str, Any]:
     return answers.usage([job], service.config.sends_prompt_tokens_details)
 
 
-def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
-    return {
+def _choice(job: Job, choice: CompletionOutput, experts_start: int, info: ModelInfo) -> dict[str, Any]:
+    found = {
         "index": choice.index,
         "token_ids": choice.token_ids,
         "logprobs": _logprobs(choice.logprobs or ()) if job.params.logprobs is not None else None,
@@ -99,6 +103,19 @@ def _choice(job: Job, choice: CompletionOutput) -> dict[str, Any]:
         "weight_versions": answers.weight_versions(choice),
         **_support(job, choice.logprobs or ()),
     }
+    if job.params.return_routed_experts:
+        found["routed_experts"] = _experts(choice, experts_start, info)
+    return found
+
+
+def _experts(choice: CompletionOutput, start: int, info: ModelInfo) -> dict[str, Any] | None:
+    """Return the experts of the tokens from `start` on; None if no token was computed. Clients want the data first."""
+    experts = choice.routed_experts
+    if experts is None:
+        return None
+    rows = np.ascontiguousarray(experts[start:], np.uint8 if info.num_experts <= 256 else np.dtype("<i2"))
+    data = base64.b64encode(rows.tobytes()).decode()
+    return {"data": data, "shape": list(rows.shape), "dtype": rows.dtype.name, "start": start}
 
 
 def _events(job: Job, deltas: Iterable[OutputDelta], extra: dict[str, Any], write: WriteEvent) -> bytes:

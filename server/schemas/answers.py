@@ -348,6 +348,19 @@ class TokenIdLogprobs(Answer):
     content: list[ChosenIdScore]
 
 
+class RoutedExperts(Answer):
+    """Experts of the tokens from `start` on, the prompt's and all generated ones but the last, by layer with experts.
+
+    `data` is base64 of an array of this `shape`, [tokens, layers, experts per token], and `dtype`: little endian, in
+    rows.
+    """
+
+    data: str
+    shape: list[int]
+    dtype: Literal["uint8", "int16"]
+    start: int
+
+
 class TokenGeneratedChoice(Answer):
     """One sequence. In a stream `token_ids` are the new ones; the last chunk of a choice has `weight_versions`.
 
@@ -361,6 +374,7 @@ class TokenGeneratedChoice(Answer):
     weight_versions: list[WeightSpan] | None
     kept_mass: list[float] | None = None
     sampling_mask: list[list[int]] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class TokenGenerated(Answer):

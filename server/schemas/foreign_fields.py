@@ -166,8 +166,6 @@ TABLE: tuple[Refused | Ignored, ...] = (
             _INFERENCE, "values in the answer", (False,)),
     Refused("return_sampling_mask", _INFERENCE, "values in the answer", (False,),
             instead="use /inference/v1/generate"),
-    Refused("return_routed_experts", (TOKENS, TOKEN_SAMPLING), "values in the answer", (False,)),
-    Ignored("routed_experts_prompt_start", (TOKENS, TOKEN_SAMPLING), "the form of values that are refused"),
     Ignored("return_flat_raw_top_logprobs_b64 routed_experts_start_len", _INFERENCE,
             "the form of values that are refused"),
     Refused("return_token_offsets "

@@ -34,8 +34,9 @@ SERVED_SAMPLING = (
     "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "logit_bias",
     "allowed_token_ids", "bad_words",
 )  # fmt: skip
-# Parameters of Encore's; SGLang has the second one beside its sampling parameters.
-OWN_SAMPLING = ("return_kept_mass", "return_sampling_mask")
+# Parameters of Encore's; SGLang has the last two beside its sampling parameters.
+OWN_SAMPLING = ("return_kept_mass", "return_sampling_mask", "return_routed_experts")
+EXPERTS_START = "routed_experts_prompt_start"  # vLLM's, of the answer
 
 
 def _sampling_schema() -> dict[str, Any]:
@@ -43,6 +44,7 @@ def _sampling_schema() -> dict[str, Any]:
     fields = OpenAISampling.model_json_schema()["properties"]
     known: dict[str, Any] = {name: dict(fields[name]) for name in SERVED_SAMPLING if name in fields}
     known |= {name: {"type": "boolean", "default": False} for name in OWN_SAMPLING}
+    known[EXPERTS_START] = {"type": "integer", "minimum": 0, "default": 0}
     known["logprobs"] = dict(known["prompt_logprobs"])
     known["structured_outputs"] = dict(FIELD_SCHEMAS["structured_outputs"])
     known |= json_schemas(TOKEN_SAMPLING)
@@ -82,6 +84,8 @@ class TokenGenerateBody(Wire):
     priority: Priority = 0
     return_token_ids: bool | None = None
     return_sampling_mask: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
 
     def refuse_unsupported(self) -> None:
         """Raise RequestError for unknown and unsupported fields, in the sampling parameters too."""
@@ -90,15 +94,25 @@ class TokenGenerateBody(Wire):
         for name in FOREIGN_FIELDS[TOKEN_SAMPLING]:
             self.sampling_params.pop(name, None)
         for name, value in self.sampling_params.items():
-            if name not in (*SERVED_SAMPLING, *OWN_SAMPLING) and value is not None:
-                hint = did_you_mean(name, (*SERVED_SAMPLING, *OWN_SAMPLING)) or "; remove it"
+            known = (*SERVED_SAMPLING, *OWN_SAMPLING, EXPERTS_START)
+            if name not in known and value is not None:
+                hint = did_you_mean(name, known) or "; remove it"
                 raise RequestError(f"sampling_params.{name[:64]} is not a known field{hint}", param=name[:64])
         if self.stream_options is not None:
             self.stream_options.refuse_unsupported()
 
-    def sampling(self) -> SamplingParams:
-        """Return the sampling parameters. Without max_tokens, the context length limits the output."""
+    def sampling(self, records_experts: bool = False) -> SamplingParams:
+        """Return the sampling parameters. Without max_tokens, the context length limits the output.
+
+        With `records_experts` the experts of tokens are returned, unless the body says otherwise, or streams.
+        """
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
+        given.pop(EXPERTS_START, None)
+        if self.return_routed_experts is not None:
+            given["return_routed_experts"] = self.return_routed_experts
+        if self.stream and given.get("return_routed_experts"):
+            raise RequestError("return_routed_experts is not available with stream=true", param="return_routed_experts")
+        given.setdefault("return_routed_experts", records_experts and not self.stream)
         if self.stream and given.get("prompt_logprobs") is not None:
             raise RequestError("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
         if self.return_sampling_mask:
@@ -106,6 +120,18 @@ class TokenGenerateBody(Wire):
         values = {"max_tokens": None, **given, "cache_salt": salt_of(self.cache_salt, None)}
         structured = constraint({"structured_outputs": given.get("structured_outputs")})
         return SamplingParams.from_dict(values | {"structured_outputs": structured})
+
+    def experts_start(self) -> int:
+        """Return the first token whose experts are wanted. Raises RequestError unless it is one of the prompt's."""
+        start = self.sampling_params.get(EXPERTS_START)
+        start = (self.routed_experts_prompt_start or 0) if start is None else start
+        if type(start) is not int or not 0 <= start <= max(0, len(self.token_ids) - 1):
+            raise RequestError(
+                f"{EXPERTS_START}={start!r:.40} must be a whole number below the {len(self.token_ids)} tokens of the "
+                "prompt",
+                param=EXPERTS_START,
+            )
+        return start
 
     @property
     def include_usage(self) -> bool:

@@ -127,6 +127,7 @@ class Jobs:
                 param="min_tokens",
             )
         params.check_hidden_states(info.hidden_state_size)
+        params.check_routed_experts(info.routed_experts is not None)
         params.check_support(info.logprobs_mode)
         info.check_head(params)
         if params.return_hidden_states:

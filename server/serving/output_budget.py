@@ -15,6 +15,7 @@ from server.http.errors import WireError
 
 TOKEN_BYTES = 300  # of one token's log-probabilities without alternatives
 VALUE_BYTES = 44  # of one value of a hidden state, in memory and while it is written as JSON; measured
+EXPERT_BYTES = 8  # of the number of an expert: int16, a byte or two joined, and base64 of it
 
 
 class Share:
@@ -47,8 +48,11 @@ class OutputBudget:
             raise share.error
 
     def add_hidden_states(self, share: Share, parts: Iterable[np.ndarray]) -> None:
-        """Count hidden states, also those that nobody has read yet. If the request has to give way, `add` raises."""
-        self._hold(share, VALUE_BYTES * sum(part.size for part in parts))
+        """Count hidden states and experts, also those that nobody has read yet.
+
+        If the request has to give way, `add` raises.
+        """
+        self._hold(share, sum(part.size * (VALUE_BYTES if part.dtype.kind == "f" else EXPERT_BYTES) for part in parts))
 
     def _hold(self, share: Share, count: int) -> None:
         if count:

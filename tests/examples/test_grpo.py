@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.conftest import running, tiny_config
+
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^ +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +(\S+) +(\d+) +(\d+) +(\d+)$", re.MULTILINE)
 
 
-def run(*command: str, timeout: float = 180) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(*command: str, timeout: float = 180, environment: dict[str, str] | None = None) -> str:
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=timeout
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=variables, timeout=timeout
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout
@@ -52,13 +54,51 @@ def test_a_pool_of_engines_learns_too() -> None:
     assert float(row[3]) > 1.5 and float(row[4]) < 1e-4
 
 
-@pytest.mark.slow
-def test_a_server_is_trained_over_http() -> None:
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shown = run("examples/grpo_over_http.py", "--steps", "30", "--port", str(port))
-    rewards = [float(found) for found in re.findall(r"^step +\d+ +reward ([\d.]+)$", shown, re.MULTILINE)]
-    assert len(rewards) == 3 and rewards[2] > 1.2 * rewards[0]
+        return str(probe.getsockname()[1])
+
+
+def rewards_of(shown: str) -> list[float]:
+    """Return the printed rewards, after checking what the examples over HTTP print at their end."""
     assert float(re.search(r"^largest difference of log-probabilities: (\S+)$", shown, re.MULTILINE)[1]) < 1e-4
-    assert re.search(r"^graphs captured: [1-9]\d* before the updates, 0 after$", shown, re.MULTILINE)
+    assert re.search(r"^graphs captured: [1-9]\d* before the updates, 0 after$", shown, re.MULTILINE), shown
+    return [float(found) for found in re.findall(r"^step +\d+ +reward ([\d.]+)$", shown, re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_a_server_is_trained_over_http() -> None:
+    rewards = rewards_of(run("examples/grpo_over_http.py", "--steps", "30", "--port", free_port()))
+    assert len(rewards) == 3 and rewards[2] > 1.2 * rewards[0]
+
+
+def test_a_server_takes_weights_over_a_group_and_captures_nothing() -> None:
+    shown = run("examples/grpo_remote.py", "--steps", "3", "--port", free_port())
+    assert len(rewards_of(shown)) == 1
+    assert "the server holds the trainer's weights: yes\n" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_server_is_trained_over_a_group(dialect: str) -> None:
+    shown = run("examples/grpo_remote.py", "--steps", "60", "--port", free_port(), "--dialect", dialect)
+    rewards = rewards_of(shown)
+    assert len(rewards) == 6 and rewards[5] > 1.5 * rewards[0]
+    assert "the server holds the trainer's weights: yes\n" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["", "secret"])
+def test_a_server_that_runs_already_is_trained_over_a_group(tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "model"
+    save = "import sys; sys.path.insert(0, 'examples'); import grpo; grpo.save_tiny_model(sys.argv[1], 3)"
+    run("-c", save, str(folder))  # random weights of another seed than the example's, which it must replace
+    (tmp_path / "key").write_text(key)
+    admin = {"admin_key_file": str(tmp_path / "key")} if key else {"admin_without_key": "loopback"}
+    settings = {"dtype": "bfloat16", "warmup": "full", "max_model_len": 64, "max_num_seqs": 160}
+    with running(tiny_config(str(folder), **admin, **settings)) as handle:
+        url = ("--url", str(handle.http.base_url), "--model", str(folder))
+        shown = run("examples/grpo_remote.py", "--steps", "10", *url, environment={"ENCORE_ADMIN_KEY": key})
+    assert "the server holds the trainer's weights: yes\n" in shown
+    assert re.search(r"^graphs captured: [1-9]\d* before the updates, 0 after$", shown, re.MULTILINE), shown

@@ -31,6 +31,7 @@ ODD = {
     "token_ids": [1, 2], "logprobs": [TokenLogprob(1, -1.0, 1)], "prompt_logprobs": [None], "finish_reason": "length",
     "stop_reason": 7, "error": "it failed", "refusal": EngineError("no"), "cached_tokens": 16, "queue_time": 0.0,
     "grammar_ended": True, "hidden_states": np.ones((1, 1), np.float32),
+    "routed_experts": np.zeros((1, 2, 3), np.int16),
 }  # fmt: skip
 
 

@@ -159,7 +159,8 @@ def test_an_invalid_body_is_refused_by_name(server, change, param, said):
     "params",
     [
         {"detokenize": False}, {"output_kind": 0}, {"output_kind": 1}, {"extra_args": None}, {"extra_args": {}},
-        {"return_sampling_mask": False}, {"routed_experts_prompt_start": 3}, {"spaces_between_special_tokens": True},
+        {"return_sampling_mask": False}, {"return_routed_experts": False}, {"routed_experts_prompt_start": 3},
+        {"spaces_between_special_tokens": True},
         {"seed": None, "stop": None, "top_k": -1, "logit_bias": None},
     ],
 )  # fmt: skip
