@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-STARTS = 16  # per iteration of the event loop; a request takes about a millisecond until it waits for its engine
+STARTS = 4  # per iteration of the event loop; a request takes about a millisecond until it waits for its engine
 
 
 class Turns:
