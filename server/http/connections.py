@@ -126,6 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if begins and not data.startswith(PROBES) and not self.turns.take(self._read_in_turn):
             self._unread = data
             self.flow.pause_reading()
+            self._stop_timer()  # the client has not been slow: `_read` starts it again
             return
         self._read(data)
 
