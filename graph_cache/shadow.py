@@ -38,7 +38,7 @@ EQUAL, DIFFERS, NOT_DETERMINISTIC, UNCHECKED = "equal", "differs", "not_determin
 OUTCOMES = (EQUAL, DIFFERS, NOT_DETERMINISTIC, UNCHECKED)
 
 
-class Region(Protocol):
+class WrittenMemory(Protocol):
     """Memory that a run writes."""
 
     @property
@@ -151,14 +151,14 @@ class CheckedCall(NamedTuple):
     key: GraphKey
     replay: Callable[[], None]
     eager: Callable[[], str]
-    regions: Callable[[], Sequence[Region]]
+    regions: Callable[[], Sequence[WrittenMemory]]
     generators: Sequence[torch.Generator]
 
 
 class Snapshot:
     """Values of regions, and the states of generators, at one time."""
 
-    def __init__(self, regions: Sequence[Region], generators: Sequence[torch.Generator], device: torch.device):
+    def __init__(self, regions: Sequence[WrittenMemory], generators: Sequence[torch.Generator], device: torch.device):
         self._regions, self._generators, self._device = regions, generators, device
         self.values = [region.read() for region in regions]
         self.states = [generator.get_state() for generator in generators]
@@ -321,7 +321,7 @@ class ShadowChecks:
         self._stats.shadow_mismatches[site, call.key.phase] += 1
         return f"its replay differed from an eager run on the same buffers in {listed([*shadow.differing, *found])}"
 
-    def _snapshot(self, call: CheckedCall, regions: Sequence[Region]) -> Snapshot:
+    def _snapshot(self, call: CheckedCall, regions: Sequence[WrittenMemory]) -> Snapshot:
         return Snapshot(regions, call.generators, self._backend.device)
 
     def _pause(self, site: str, seconds: float) -> None:

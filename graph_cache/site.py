@@ -21,7 +21,7 @@ from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.function_state import FunctionState
 from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.row_check import check_rows
-from graph_cache.shadow import Bytes, Region, Whole
+from graph_cache.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.torch_settings import free_frames
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Site:
         addresses: AddressBook | None = None,
         generators: Sequence[torch.Generator] = (),
         restores: bool = False,
-        writes: Callable[[int], Sequence[Region]] = lambda bucket: (),
+        writes: Callable[[int], Sequence[WrittenMemory]] = lambda bucket: (),
     ):
         if buckets.max > buffers.max_rows:
             raise GraphConfigError(f"site {name!r}: bucket {buckets.max} exceeds {buffers.max_rows} rows of buffers")
@@ -277,12 +277,12 @@ class Site:
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
 
-    def regions(self, bucket: int, written: Sequence[torch.UntypedStorage]) -> list[Region]:
+    def regions(self, bucket: int, written: Sequence[torch.UntypedStorage]) -> list[WrittenMemory]:
         """Return all memory that a run at this bucket on the inputs in the buffers writes, for a shadow check.
 
         `written` is the memory beside the buffers and outputs that captures of a site with `restores` found.
         """
-        found: list[Region] = [Whole(name, view) for name, view in self.buffers.view(bucket).items()]
+        found: list[WrittenMemory] = [Whole(name, view) for name, view in self.buffers.view(bucket).items()]
         for label, buffer in self._outputs.items():
             found.append(Whole(f"result {label.leaf}", buffer[:bucket] if label.batched else buffer))
         own = {tensor.untyped_storage()._cdata for tensor in (*self.buffers.tensors.values(), *self._outputs.values())}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.protocol.slot_assignment import SlotAssignment
-from graph_cache.shadow import Region
+from graph_cache.shadow import WrittenMemory
 
 
 class StepRows(NamedTuple):
@@ -65,7 +65,7 @@ class ModelState:
     def reset_padding(self) -> None:
         """Clear what a run without results may have left in the entry of padding."""
 
-    def written(self, rows: StepRows) -> list[Region]:
+    def written(self, rows: StepRows) -> list[WrittenMemory]:
         """Return what a step changes, for shadow checks; not what `begin` writes again in each step."""
         return []
 
@@ -99,7 +99,7 @@ class ModelStates(ModelState):
         for part in self.parts:
             part.reset_padding()
 
-    def written(self, rows: StepRows) -> list[Region]:
+    def written(self, rows: StepRows) -> list[WrittenMemory]:
         return [region for part in self.parts for region in part.written(rows)]
 
     def discardable(self) -> list[Tensor]:

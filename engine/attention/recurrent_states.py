@@ -16,7 +16,7 @@ from engine.attention.cache_spec import CacheSpec, recurrent_layers
 from engine.attention.model_state import ModelState, StepRows
 from engine.protocol.slot_assignment import SlotAssignment
 from engine.utils.async_copy import ids_to
-from graph_cache.shadow import Region, Rows
+from graph_cache.shadow import Rows, WrittenMemory
 
 
 class RecurrentStates(ModelState):
@@ -57,7 +57,7 @@ class RecurrentStates(ModelState):
     def reset_padding(self) -> None:
         self.zero(ids_to(self._device, [0]))
 
-    def written(self, rows: StepRows) -> list[Region]:
+    def written(self, rows: StepRows) -> list[WrittenMemory]:
         return [
             Rows(f"recurrent states {index}", whole, rows.entries, dim=1) for index, whole in enumerate(self.storage)
         ]

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.moe_kernels import activate
+
 
 @triton.jit
 def route_kernel(
@@ -154,15 +156,6 @@ def _choose_last(
 
 
 @triton.jit
-def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return GatedActivation(gate, up) with this limit (0: None) and alpha."""
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-    return gate * tl.sigmoid(ALPHA * gate) * up
-
-
-@triton.jit
 def one_row_gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
@@ -201,7 +194,7 @@ def one_row_gate_up_kernel(
         own_bias = bias_ptr + expert * 2 * N + offs_n
         total += tl.load(own_bias, mask=is_column, other=0.0).to(tl.float32)
         total_up += tl.load(own_bias + N, mask=is_column, other=0.0).to(tl.float32)
-    gated = _activated(total, total_up, LIMIT, ALPHA)
+    gated = activate(total, total_up, LIMIT, ALPHA)
     tl.store(out_ptr + choice * N + offs_n, gated.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
@@ -299,7 +292,7 @@ def few_rows_kernel(
         if GATED:
             total_up += tl.load(own_bias + N, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        total = _activated(total, total_up, LIMIT, ALPHA)
+        total = activate(total, total_up, LIMIT, ALPHA)
     at = out_ptr + entries.to(tl.int64)[None, :] * N + offs_n[:, None]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_column)
 

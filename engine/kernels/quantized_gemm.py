@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
-from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, rms_norm
-from engine.kernels.step_kernels import gate_kernel
+from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, gate, rms_norm
 
 FORMATS = tuple(CODES_PER_BYTE)
 """Weight formats that `linear` supports."""
@@ -142,8 +141,7 @@ def linear(
         else:
             _multiply_dequantized(x, weight, product, bias, add)
         if gated:
-            width, pdl = out.shape[1], overlaps(x)
-            gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+            gate(product, out)
         return
     layout = layout_of(weight, inputs)
     pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)

@@ -177,6 +177,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     return out
 
 
+def gate(x: Tensor, out: Tensor) -> None:
+    """Write silu(gate) * up of x [M, 2n], whose rows are a gate and an up, to out [M, n]."""
+    (rows, width), pdl = out.shape, overlaps(x)
+    gate_kernel[(rows, cdiv(width, 1024))](x, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+
+
 def linear(
     x: Tensor,
     weight: LinearWeight,
@@ -296,7 +302,7 @@ def _linear_cublas(
     best: bool,
 ) -> int:
     """Compute `linear` with cuBLAS."""
-    (rows, inputs), pdl = x.shape, overlaps(x)
+    rows, inputs = x.shape
     if norm is not None:
         x = rms_norm(x, norm, eps, _as_matrix(scratch.normed, rows, inputs))
     product = _as_matrix(scratch.gate_up, rows, len(weight)) if gated else out
@@ -310,7 +316,6 @@ def _linear_cublas(
         torch.mm(x, weight.T, out=product)
     else:
         torch.mm(x, weight.T, out_dtype=product.dtype, out=product)
-    width = out.shape[1]
     if gated:
-        gate_kernel[(rows, cdiv(width, 1024))](product, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+        gate(product, out)
     return tile_maxima(out, scratch.best, scratch.best_at) if best else 0

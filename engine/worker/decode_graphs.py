@@ -26,7 +26,7 @@ from engine.worker.written_memory import written_experts, written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
-from graph_cache.shadow import Region
+from graph_cache.shadow import WrittenMemory
 from graph_cache.site import Site
 
 SITE = "decode"
@@ -135,7 +135,7 @@ class DecodeStep:
 
         return [embed, *(self._layer_part(index) for index in range(self.model.config.num_layers)), head]
 
-    def writes(self, state: Tensor, rows: int) -> list[Region]:
+    def writes(self, state: Tensor, rows: int) -> list[WrittenMemory]:
         """Return what the step of this state writes beside the buffers."""
         views = self._layout.views(state)
         slots, positions = views.slots[:rows], views.positions[:rows]

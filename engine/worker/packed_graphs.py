@@ -28,7 +28,7 @@ from engine.worker.written_memory import written_experts, written_slots
 from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
-from graph_cache.shadow import Region, Whole
+from graph_cache.shadow import Whole, WrittenMemory
 from graph_cache.site import Site
 
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512))
@@ -300,14 +300,14 @@ class PackedStep:
         ends, entries = self._sampled(layout, inputs, tokens)
         self._sample(hidden, ends, entries, self._logits[: len(ends)], self._next_tokens[: len(ends)])
 
-    def _writes(self, tokens: int) -> list[Region]:
+    def _writes(self, tokens: int) -> list[WrittenMemory]:
         """Return what a step of this bucket on the loaded inputs writes beside the static buffers."""
         layout = self.buckets.layout(tokens)
         packed = self._buffers["packed"][: layout.size(tokens, layout.num_chunks)]
         (_, _, _, _, entries), per_token, tables = layout.split(packed, tokens)
         _, positions, rows = per_token.t().contiguous()
         ends, _ = self._sampled(layout, packed, tokens)
-        found: list[Region] = [
+        found: list[WrittenMemory] = [
             Whole("last_tokens", self._last_tokens),
             Whole("logits", self._logits[: len(ends)]),
             Whole("next_tokens", self._next_tokens[: len(ends)]),

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
 from engine.worker.routed_experts import RoutedExperts
-from graph_cache.shadow import Region, Rows, Whole
+from graph_cache.shadow import Rows, Whole, WrittenMemory
 
 
-def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Tensor) -> list[Region]:
+def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Tensor) -> list[WrittenMemory]:
     """Return the slots of T tokens in all layers.
 
     page_tables int64 [groups, entries, P]; rows and positions int64 [T]: each token's entry and its position.
     """
-    found: list[Region] = []
+    found: list[WrittenMemory] = []
     for number, group in enumerate(kv.groups):
         table = page_tables[number]
         columns = (positions // kv.page_size).clamp_(max=table.shape[1] - 1)
@@ -28,6 +28,6 @@ def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Ten
     return found
 
 
-def written_experts(experts: RoutedExperts | None, rows: int) -> list[Region]:
+def written_experts(experts: RoutedExperts | None, rows: int) -> list[WrittenMemory]:
     """Return the experts of the first rows."""
     return [] if experts is None else [Whole("routed experts", experts.buffer[:rows])]

@@ -24,7 +24,7 @@ from graph_cache.host_state import objects_with_tensors
 from graph_cache.layout import copy_into, copy_of, distinct
 from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
-from graph_cache.shadow import Bytes, Region, Whole
+from graph_cache.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.torch_settings import NO_AUTOCAST
 from graph_cache.training.attached import AttachedModule, is_data_parallel
 from graph_cache.training.call import (
@@ -539,9 +539,11 @@ class GraphedCall:
         grads = (*self.input_grads, *self.parameter_grads, *self.repeated_grads)
         return found + [None if grad is None else copy_of(grad) for grad in grads]
 
-    def written(self) -> list[Region]:
+    def written(self) -> list[WrittenMemory]:
         """Return the memory outside of the call that its forward or backward writes."""
-        found: list[Region] = [Whole(f"main_grad {index}", grad.data) for index, grad in enumerate(self._main_grads)]
+        found: list[WrittenMemory] = [
+            Whole(f"main_grad {index}", grad.data) for index, grad in enumerate(self._main_grads)
+        ]
         found += [Whole(f"buffer {index}", one.data) for index, one in enumerate(self._state) if not lacks_memory(one)]
         audit = self._forward_audit
         own = {storage._cdata for tensor in self._state if (storage := storage_of(tensor)) is not None}

@@ -18,7 +18,16 @@ from graph_cache.layout import distinct
 from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.parametrizations import uncached
 from graph_cache.reference import raw_bits
-from graph_cache.shadow import DIFFERS, EQUAL, MAX_COPIED_BYTES, NOT_DETERMINISTIC, UNCHECKED, Region, Snapshot, listed
+from graph_cache.shadow import (
+    DIFFERS,
+    EQUAL,
+    MAX_COPIED_BYTES,
+    NOT_DETERMINISTIC,
+    UNCHECKED,
+    Snapshot,
+    WrittenMemory,
+    listed,
+)
 from graph_cache.torch_settings import free_frames
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
@@ -62,7 +71,7 @@ def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureC
 def compared(
     replay: Callable[[], Values],
     eager: Callable[[], Values],
-    regions: Sequence[Region],
+    regions: Sequence[WrittenMemory],
     generators: Sequence[torch.Generator],
     device: torch.device,
 ) -> Finding:
@@ -96,7 +105,7 @@ def compared(
 def _differences(
     results: Values,
     eager: Callable[[], Values],
-    regions: Sequence[Region],
+    regions: Sequence[WrittenMemory],
     generators: Sequence[torch.Generator],
     before: Snapshot,
     device: torch.device,

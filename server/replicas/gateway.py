@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config import ServerConfig
 from server.http.body_budget import BodyBudget
+from server.http.body_route import LARGE_BYTES
 from server.http.errors import WireError, error_response
 from server.http.keys import KeyMiddleware
 from server.http.middleware import BodyLimit, CloseWhenDraining, RequestIds
@@ -45,7 +46,6 @@ MAX_TRIES = 3  # of one request; one that kills its replica must not kill them a
 RETRIED_STATUSES = (429, 503)
 ASSIGN_SECONDS = 60.0  # for a replica to take a request, while none is running
 NAMES_SECONDS = 5.0  # for all replicas to tell their names
-LARGE_BYTES = 256 * 1024  # of a body that a thread parses
 _SCOPE_KEYS = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
     "client", "server",

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import safetensors.torch
 import torch
 
 from engine.errors import EnginePaused, RequestError
@@ -16,14 +15,6 @@ from tests.engine.lively import PROMPTS, drain, greedy, request, tokens
 
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True])
 LONG = {"max_model_len": 1024}
-
-
-@pytest.fixture(scope="module")
-def weights(lively_model, other_model):
-    return {
-        name: safetensors.torch.load_file(folder / "model.safetensors")
-        for name, folder in (("a", lively_model), ("b", other_model))
-    }
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import safetensors.torch
 import torch
 
 from engine import Engine, EngineConfig
@@ -21,14 +20,6 @@ from tests.support.engines import DEVICES, greedy_tokens
 PARTS = ("weights", "cuda_graph", "kv_cache")
 ON = {"enable_sleep_mode": True}
 COUNT = 20
-
-
-@pytest.fixture(scope="module")
-def weights(lively_model, other_model):
-    return {
-        name: safetensors.torch.load_file(folder / "model.safetensors")
-        for name, folder in (("a", lively_model), ("b", other_model))
-    }
 
 
 @pytest.fixture

@@ -9,27 +9,12 @@ import torch
 
 from engine.protocol.sleep import MEMORY_PARTS
 from server.schemas import answers as wire
-from tests.engine.lively import Reference, write_lively_model
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 from tests.server.observability.test_vllm_metrics import families
 
 ROUTE, IDS = "/inference/v1/generate", [40, 41, 42, 43]
 LONG = {"temperature": 0.0, "max_tokens": 3000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model, tmp_path_factory):
-    made = {}
-    for seed, name in enumerate("ab"):
-        made[name] = tmp_path_factory.mktemp(f"sleepy-{name}")
-        write_lively_model(tiny_model, made[name], seed)
-    return made
-
-
-@pytest.fixture(scope="module")
-def references(folders):
-    return {name: Reference(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
