@@ -66,9 +66,13 @@ class OpenConnections:
         """Return the number of open connections of all workers."""
         return int(sum(published - 1 for published in self._published()))
 
-    def lead(self) -> int:
-        """Return by how many connections this worker is ahead of the worker with the fewest."""
-        return int(self._own + 1 - min(self._published(), default=0))
+    def lead(self, accepted: int) -> int:
+        """Return by how many connections this worker is ahead of the one with the fewest; 0 if there is no other.
+
+        `accepted`: its connections that are not in its count yet.
+        """
+        published = self._published()
+        return int(self._own + 1 + accepted - min(published)) if len(published) > 1 else 0
 
     def _published(self) -> list[float]:
         return [published for published in self._counters.gauge_per_row("connections") if published]

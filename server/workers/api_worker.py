@@ -27,7 +27,7 @@ from server.keys import Keys
 from server.observability.logs import set_up_logging
 from server.observability.shared_counters import SharedCounters
 from server.serving.service import Service
-from server.workers.http_server import Server, SharedAcceptor, freeze_memory, uvicorn_config
+from server.workers.http_server import Acceptor, Server, freeze_memory, uvicorn_config
 
 log = logging.getLogger("encore.server")
 DRAIN, STOP = b"drain", b"stop"
@@ -78,8 +78,8 @@ async def _serve(commands: Connection, settings: WorkerSettings) -> None:
     connections = OpenConnections(counters)
     service: Service = app.state.service
     may_accept = asyncio.Event() if settings.is_replacement else None
-    acceptor = SharedAcceptor(settings.listener, connections, may_accept)
-    server = Server(uvicorn_config(app, settings.config, connections), service, acceptor)
+    acceptor = Acceptor(settings.listener, connections, may_accept)
+    server = Server(uvicorn_config(app, settings.config, connections), service, acceptor, handles_signals=False)
     loop = asyncio.get_running_loop()
 
     def on_command() -> None:

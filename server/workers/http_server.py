@@ -1,7 +1,4 @@
-"""The HTTP server of one process: uvicorn's settings, the listener, a drain on shutdown, and a shared acceptor.
-
-The acceptor spreads the connections of one listener over several API workers.
-"""
+"""The HTTP server of one process: uvicorn's settings, the listener, its acceptor, and a drain on shutdown."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ log = logging.getLogger("encore.server")
 DRAIN_RESPONSE_SECONDS = 5  # to send responses that are complete when the drain ends
 FIRST_REQUEST_SECONDS = 0.5  # at shutdown, for the first request on a connection that was just accepted
 FILES_BESIDE_CONNECTIONS = 256
+MAX_BACKLOG = 2048  # connections that the system queues until they are accepted
+ACCEPTS = 64  # per iteration of the event loop
 MAX_CONNECTION_LEAD = 2  # a worker with more connections than this above the lowest count yields a new one
 YIELD_SECONDS = 0.004  # how long it yields: the other worker may be busy or hung
 PAUSE_SECONDS = 1.0  # before the next accept, after the system refused one for lack of resources
@@ -53,13 +52,7 @@ def uvicorn_config(app: object, config: ServerConfig, connections: OpenConnectio
         forwarded_allow_ips=list(config.forwarded_allow_ips),
         timeout_keep_alive=math.ceil(config.keep_alive_seconds),
         timeout_graceful_shutdown=DRAIN_RESPONSE_SECONDS,
-        backlog=backlog(config),
     )
-
-
-def backlog(config: ServerConfig) -> int:
-    """Return the listen backlog: connections that the system queues until they are accepted."""
-    return min(config.max_connections, 2048)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -79,7 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def open_listener(config: ServerConfig, keys: Keys) -> socket.socket:
-    """Return a socket bound to the configured address. It does not listen yet, so no client can connect.
+    """Return a socket that listens on the configured address. Connections wait until an acceptor takes them.
 
     Raises ConfigError if binding fails, and if the address is not loopback while inference requires no key, unless
     `allow_unauthenticated` is set. The bound address is checked, not the setting, which may be a host name.
@@ -94,6 +87,8 @@ def open_listener(config: ServerConfig, keys: Keys) -> socket.socket:
                 "--api-key-file, or listen on 127.0.0.1, or pass --allow-unauthenticated to serve without keys"
             )
         log.warning("inference on %s is open to anyone who reaches the port: no API keys are set", url_of(listener))
+    listener.listen(min(config.max_connections, MAX_BACKLOG))
+    listener.setblocking(False)
     return listener
 
 
@@ -123,20 +118,20 @@ class Server(uvicorn.Server):
     """uvicorn's server with a drain on shutdown and a clean exit on stop signals.
 
     uvicorn's own signal handlers re-raise the signal, so the exit status would not be 0. Its graceful shutdown closes
-    the listener at once, so new requests would get no response. With an `acceptor` this is one of several API workers:
-    connections come through the acceptor, and signals are handled by the main process; its commands reach the worker,
+    the listener at once, so new requests would get no response. Connections come through the acceptor. Signals of one
+    of several API workers (`handles_signals` is False) are handled by the main process; its commands reach the worker,
     which calls `request_shutdown`.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, acceptor: SharedAcceptor | None = None):
+    def __init__(self, config: uvicorn.Config, service: Service, acceptor: Acceptor, handles_signals: bool = True):
         super().__init__(config)
-        self._service, self._acceptor = service, acceptor
+        self._service, self._acceptor, self._handles_signals = service, acceptor, handles_signals
         self._drain_task: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle the stop signals while serving. One of several API workers keeps ignoring them."""
-        if self._acceptor is not None:
+        if not self._handles_signals:
             yield
         else:
             with handle_stop_signals(asyncio.get_running_loop(), self.handle_exit):
@@ -157,13 +152,14 @@ class Server(uvicorn.Server):
             self._drain_task = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start uvicorn, then open the acceptor if there is one."""
+        """Start uvicorn, then open the acceptor."""
         await super().startup(sockets)
-        if self._acceptor is not None:
-            protocol: Any = self.config.http_protocol_class
-            self._acceptor.open(
-                lambda: protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-            )
+        if self.should_exit:  # the application did not start
+            return
+        protocol: Any = self.config.http_protocol_class
+        self._acceptor.open(
+            lambda: protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down uvicorn without its two flaws.
@@ -171,10 +167,7 @@ class Server(uvicorn.Server):
         uvicorn closes new connections without a response. After a second signal it leaves the lifespan to be cancelled,
         which prints a traceback.
         """
-        if self._acceptor is not None:
-            await self._acceptor.close()
-        for server in self.servers:
-            server.close()
+        await self._acceptor.close()
         await self._serve_accepted_connections()
         await super().shutdown(sockets)
         if self.force_exit:
@@ -202,11 +195,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-class SharedAcceptor:
-    """Accept connections from a listener shared by several API workers, about equally many each.
+class Acceptor:
+    """Accept a listener's connections, up to ACCEPTS of them in an iteration of the event loop.
 
-    Without balancing, the worker that wakes first would accept most connections. A worker that is ahead of the others
-    therefore waits for a moment before it accepts. If `may_accept` is given, accept nothing before it is set.
+    uvloop's servers accept one in an iteration: behind a thousand connections, a probe would wait for a thousand
+    iterations. Several API workers share a listener, and accept about equally many each: the worker that wakes first
+    would accept most, so a worker that is ahead of the others waits for a moment. If `may_accept` is given, accept
+    nothing before it is set.
     """
 
     def __init__(self, listener: socket.socket, connections: OpenConnections, may_accept: asyncio.Event | None = None):
@@ -227,7 +222,7 @@ class SharedAcceptor:
         if self._may_accept is not None:
             await self._may_accept.wait()
         self._connections.begin()
-        self._loop.add_reader(self._listener.fileno(), self._on_connection)
+        self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
     async def close(self) -> None:
         """Stop accepting. Connections accepted before have their protocol when this returns."""
@@ -238,29 +233,36 @@ class SharedAcceptor:
             self._retry_timer.cancel()
         await asyncio.gather(*self._accept_tasks, return_exceptions=True)
 
-    def _on_connection(self) -> None:
-        if not self._yielded and self._connections.lead() > MAX_CONNECTION_LEAD:
-            self._retry_in(YIELD_SECONDS)
-            self._yielded = True
-            return
-        self._yielded = False
+    def _on_connections(self) -> None:
+        for _ in range(ACCEPTS):
+            if not self._yielded and self._connections.lead(len(self._accept_tasks)) > MAX_CONNECTION_LEAD:
+                self._retry_in(YIELD_SECONDS)
+                self._yielded = True
+                return
+            self._yielded = False
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
+        """Accept a connection. Return whether there was one."""
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another worker accepted it, or the client left
+            return False  # another worker accepted it, or the client left
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 raise
             log.error("can't accept connections: %s", error.strerror)
             self._retry_in(PAUSE_SECONDS)
-            return
+            return False
         connection.setblocking(False)
         task = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, connection))
         self._accept_tasks.add(task)
         task.add_done_callback(self._accept_tasks.discard)
+        return True
 
     def _retry_in(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
         self._retry_timer = self._loop.call_later(
-            seconds, self._loop.add_reader, self._listener.fileno(), self._on_connection
+            seconds, self._loop.add_reader, self._listener.fileno(), self._on_connections
         )

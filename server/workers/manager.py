@@ -33,7 +33,6 @@ from server.workers import api_worker
 from server.workers.http_server import (
     DRAIN_RESPONSE_SECONDS,
     FILES_BESIDE_CONNECTIONS,
-    backlog,
     open_listener,
     raise_file_limit,
     url_of,
@@ -49,8 +48,6 @@ async def serve_workers(config: ServerConfig, keys: Keys, run_engine: Run = run_
     """Serve with `config.api_workers` API workers until a stop signal. Returns and raises as `launch.run` does."""
     listener = open_listener(config, keys)
     try:
-        listener.listen(backlog(config))
-        listener.setblocking(False)
         raise_file_limit(config.max_connections + FILES_BESIDE_CONNECTIONS)
         log.info(
             "Encore %s on %s loads %s; keys: %s; API workers: %d",

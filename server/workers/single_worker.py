@@ -9,11 +9,13 @@ import time
 from engine.client.async_client import EngineClient
 from server.app import create_app
 from server.config import ServerConfig
+from server.http.connections import OpenConnections
 from server.keys import Keys
 from server.serving.service import Service
 from server.version import version
 from server.workers.http_server import (
     FILES_BESIDE_CONNECTIONS,
+    Acceptor,
     Server,
     freeze_memory,
     open_listener,
@@ -36,11 +38,13 @@ async def serve(client: EngineClient, config: ServerConfig, keys: Keys) -> None:
         app = create_app(client, config, keys=keys)
         service: Service = app.state.service
         service.before_ready = freeze_memory
-        server = Server(uvicorn_config(app, config), service)
+        connections = OpenConnections()
+        acceptor = Acceptor(listener, connections)
+        server = Server(uvicorn_config(app, config, connections), service, acceptor)
         log.info("Encore %s on %s loads %s; keys: %s", version(), url_of(listener), config.engine.model, keys)
         reporter = asyncio.create_task(_report_start(server, service))
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[])
         finally:
             reporter.cancel()
             await service.close()

@@ -23,8 +23,10 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server.app import create_app
 from server.config import ServerConfig
+from server.http.connections import OpenConnections
+from server.keys import Keys
 from server.launch import serve
-from server.workers.http_server import Server, listen, uvicorn_config
+from server.workers.http_server import Acceptor, Server, open_listener, uvicorn_config
 
 Serve = Callable[..., subprocess.Popen[str]]
 COMMON = ("--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
@@ -113,11 +115,12 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
         "server.workers.http_server.FIRST_REQUEST_SECONDS", 60.0
     )  # a slow machine must not fail this test
     engine = EngineConfig(model=str(tiny_model), num_threads=1, warmup="lazy", graph_manifest="none")
-    config = ServerConfig(engine=engine, in_process=True)
+    config = ServerConfig(engine=engine, in_process=True, port=0)
     app = create_app(make_client(engine, in_process=True), config)
-    listener = listen("127.0.0.1", 0)
-    server = Server(uvicorn_config(app, config), app.state.service)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    listener = open_listener(config, Keys.load(config, {}))
+    connections = OpenConnections()
+    server = Server(uvicorn_config(app, config, connections), app.state.service, Acceptor(listener, connections))
+    serving = asyncio.create_task(server.serve(sockets=[]))
     while not server.started:
         await asyncio.sleep(0.01)
     reader, writer = await asyncio.open_connection(*listener.getsockname())
