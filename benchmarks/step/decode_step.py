@@ -3,16 +3,18 @@
     python -m benchmarks step.decode_step --shape qwen3-0.6b --batches 1,8,32,128,256 --json FILE
 
 Random weights, every row at --context tokens; rows advance as they do in service. gb_per_s is the bytes that a step
-moves (weights, keys and values) over its time; share_of_copy is that over the bandwidth of a copy on the same GPU,
-measured first unless --bandwidth gives it, and floor_ms the time that those bytes take at it. --profile adds each
-kernel's share of one step. --ablate adds what a step takes less without attention, or without one of a layer's linear
-layers: launches overlap, so what a part costs in a step differs from what it takes alone. --quantization adds steps of
-the same shape with quantised weights; the graphs of all formats are replayed in turn.
+moves (weights, keys and values; of experts those that random routing chooses) over its time; share_of_copy is that over
+the bandwidth of a copy on the same GPU, measured first unless --bandwidth gives it, and floor_ms the time that those
+bytes take at it. --profile adds each kernel's share of one step. --ablate adds what a step takes less without
+attention, or without one of a layer's linear layers: launches overlap, so what a part costs in a step differs from what
+it takes alone. --quantization adds steps of the same shape with quantised weights; the graphs of all formats are
+replayed in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -24,13 +26,16 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.shapes import shape, write_shape
 from benchmarks.timing import capture, copy_bandwidth, replay_ms
+from engine.attention.cache_spec import group_layers, paged_layers
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.checkpoint.quantization import Quantization, WeightScheme
+from engine.layers.moe import MoE
 from engine.loader.quantized import weight_methods
 from engine.models import config_from_folder
 from engine.models.decoder import Decoder
@@ -80,7 +85,8 @@ def build(
         element, block, symmetric = FORMATS[form]
         scheme = WeightScheme(layout="online", element=element, block=block, symmetric=symmetric)
         config = replace(config, quantization=Quantization(method="online", schemes=((("Linear",), scheme),)))
-    model = Decoder(config, torch.bfloat16, "cuda", max_len=4096, methods=weight_methods(config))
+    max_len = max(4096, (context // PAGE + 33) * PAGE)
+    model = Decoder(config, torch.bfloat16, "cuda", max_len=max_len, methods=weight_methods(config))
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
@@ -92,13 +98,14 @@ def build(
             module.scale.fill_(1e-3)
     pages_each = -(-(context + 512) // PAGE)
     if kv is None:
-        kv = KVCache(config.cache_specs(), rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
+        groups = len(group_layers(config.cache_specs()))
+        kv = KVCache(config.cache_specs(), groups * rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
         for pages in (*kv.k, *kv.v):
             pages.normal_()
-    layout = Layout(rows, 4096 // PAGE)
+    layout = Layout(rows, max_len // PAGE, groups=len(kv.groups))
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
-    order = torch.randperm(rows * pages_each, device="cuda") + 1
-    state.page_tables[0, 1:, :pages_each] = order.view(rows, pages_each)
+    order = torch.randperm(len(kv.groups) * rows * pages_each, device="cuda") + 1
+    state.page_tables[:, 1:, :pages_each] = order.view(-1, rows, pages_each)
     return model, model.fused(rows, rows), kv, state
 
 
@@ -123,11 +130,33 @@ def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: 
 
     compile_ahead(step, torch.device("cuda", torch.cuda.current_device()))
     rewind()
-    quantized = [buffer for module in model.modules() if hasattr(module, "codes") for buffer in module.buffers()]
-    weights = sum(tensor.nbytes for tensor in {id(one): one for one in (*model.parameters(), *quantized)}.values())
+    moved = weight_bytes(model, rows) + rows * cache_bytes(model, context)
+    return Step(capture(step), step, rewind, moved)
+
+
+def weight_bytes(model: Decoder, rows: int) -> float:
+    """Return the bytes of weights that a step of `rows` rows reads: of experts, those that random routing chooses."""
+    moved = float(sum(one.nbytes for one in distinct(model)))
     if not model.config.tie_word_embeddings:
-        weights -= model.embedding.weight.nbytes
-    return Step(capture(step), step, rewind, weights + rows * context * kv.nbytes / (kv.num_pages * PAGE))
+        moved -= model.embedding.weight.nbytes
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            unchosen = (1 - layer.router.top_k / layer.experts.count) ** rows
+            moved -= unchosen * sum(one.nbytes for one in distinct(layer.experts))
+    return moved
+
+
+def distinct(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and the quantised weights of a module, each once."""
+    quantized = [buffer for one in module.modules() if hasattr(one, "codes") for buffer in one.buffers()]
+    return list({id(one): one for one in (*module.parameters(), *quantized)}.values())
+
+
+def cache_bytes(model: Decoder, context: int) -> int:
+    """Return the bytes of keys and values that a row of `context` tokens reads; windows bound them."""
+    specs = paged_layers(model.config.cache_specs()).values()
+    elements = ((spec.window or context, sum(map(math.prod, spec.token_shapes))) for spec in specs)
+    return sum(2 * min(context, window) * each for window, each in elements)
 
 
 def measure(
