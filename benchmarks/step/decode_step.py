@@ -3,7 +3,7 @@
     python -m benchmarks step.decode_step --shape qwen3-0.6b --batches 1,8,32,128,256 --json FILE
 
 Random weights, every row at --context tokens; rows advance as they do in service. gb_per_s is the bytes that a step
-moves (weights, keys and values; of experts those that random routing chooses) over its time; share_of_copy is that over
+moves (weights, keys and values; of experts those that the rows choose) over its time; share_of_copy is that over
 the bandwidth of a copy on the same GPU, measured first unless --bandwidth gives it, and floor_ms the time that those
 bytes take at it. --profile adds each kernel's share of one step. --ablate adds what a step takes less without
 attention, or without one of a layer's linear layers: launches overlap, so what a part costs in a step differs from what
@@ -104,6 +104,7 @@ def build(
             pages.normal_()
     layout = Layout(rows, max_len // PAGE, groups=len(kv.groups))
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
+    state.last_tokens.random_(config.vocab_size)
     order = torch.randperm(len(kv.groups) * rows * pages_each, device="cuda") + 1
     state.page_tables[:, 1:, :pages_each] = order.view(-1, rows, pages_each)
     return model, model.fused(rows, rows), kv, state
@@ -130,20 +131,31 @@ def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: 
 
     compile_ahead(step, torch.device("cuda", torch.cuda.current_device()))
     rewind()
-    moved = weight_bytes(model, rows) + rows * cache_bytes(model, context)
+    moved = weight_bytes(model, chosen_experts(model, step, rows)) + rows * cache_bytes(model, context)
     return Step(capture(step), step, rewind, moved)
 
 
-def weight_bytes(model: Decoder, rows: int) -> float:
-    """Return the bytes of weights that a step of `rows` rows reads: of experts, those that random routing chooses."""
+def weight_bytes(model: Decoder, chosen: dict[MoE, Tensor]) -> float:
+    """Return the bytes of weights that a step reads: of experts those in `chosen`, the ids of a layer's rows."""
     moved = float(sum(one.nbytes for one in distinct(model)))
     if not model.config.tie_word_embeddings:
         moved -= model.embedding.weight.nbytes
-    for layer in model.modules():
-        if isinstance(layer, MoE):
-            unchosen = (1 - layer.router.top_k / layer.experts.count) ** rows
-            moved -= unchosen * sum(one.nbytes for one in distinct(layer.experts))
+    for layer, experts in chosen.items():
+        unread = 1 - len(experts.unique()) / layer.experts.count
+        moved -= unread * sum(one.nbytes for one in distinct(layer.experts))
     return moved
+
+
+def chosen_experts(model: Decoder, step: Callable[[], None], rows: int) -> dict[MoE, Tensor]:
+    """Run a step and return the experts [rows, k] that each layer's router chose."""
+    layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
+    for layer in layers:
+        layer.recorded = torch.zeros(rows, layer.router.top_k, dtype=torch.int64, device=model.device)
+    step()
+    chosen = {layer: layer.recorded for layer in layers if layer.recorded is not None}
+    for layer in layers:
+        layer.recorded = None
+    return chosen
 
 
 def distinct(module: nn.Module) -> list[Tensor]:
