@@ -86,3 +86,13 @@ def copy_bandwidth() -> float:
     event_ms(lambda: target.copy_(source), 3)
     times = [event_ms(lambda: target.copy_(source), 10) for _ in range(7)]
     return 2 * GIB / statistics.median(times) / 1e6
+
+
+def matmul_rate() -> float:
+    """Measure the rate of a large bfloat16 product on the current GPU in TFLOP/s."""
+    size = 8192
+    first, second = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(first)
+    event_ms(lambda: torch.mm(first, second, out=out), 3)
+    times = [event_ms(lambda: torch.mm(first, second, out=out), 10) for _ in range(7)]
+    return 2 * size**3 / statistics.median(times) / 1e9
