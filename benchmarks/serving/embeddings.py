@@ -44,7 +44,7 @@ NAME, START_SECONDS = "shape", 300.0
 def floor_ms(config: ModelConfig, weights: int, inputs: int, length: int, rates: tuple[float, float]) -> float:
     """Return the least time of a prefill; `weights`: parameters of all layers, `rates`: TFLOP/s and GB/s."""
     tflops, bandwidth = rates
-    attention = 2 * config.num_layers * config.num_attention_heads * config.head_dim * length**2  # the causal half
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2  # the causal half
     operations = inputs * (2 * weights * length + attention)
     return max(operations / tflops / 1e9, 2 * weights / bandwidth / 1e6)
 

@@ -88,9 +88,9 @@ def build(
     max_len = max(4096, (context // PAGE + 33) * PAGE)
     model = Decoder(config, torch.bfloat16, "cuda", max_len=max_len, methods=weight_methods(config))
     torch.manual_seed(0)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data.normal_(0, 0.02)
-        if parameter.dim() == 1:
+        if "norm" in name:
             parameter.data.add_(1)
     for module in model.modules():
         if hasattr(module, "codes"):
