@@ -61,9 +61,9 @@ class Reference:
         with torch.no_grad():
             for tensor in self._statics():
                 if tensor.is_floating_point():
-                    tensor.copy_(torch.rand(tensor.shape, generator=noise))
+                    tensor.copy_(torch.rand(tensor.shape, generator=noise, device="cpu"))
                 elif integers and not tensor.is_complex():
-                    tensor.copy_(torch.randint(2, tensor.shape, generator=noise))
+                    tensor.copy_(torch.randint(2, tensor.shape, generator=noise, device="cpu"))
         return Reference(self._statics, self.generators, self._audit)
 
     def remember(self) -> None:

@@ -16,6 +16,7 @@ from engine.executor.uniproc import UniprocExecutor
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.vocabulary import VocabularySource
 from engine.text.tokenizer import Tokenizer
+from engine.utils.host_default import host_default
 from engine.worker.startup import worker_of_model
 
 
@@ -46,7 +47,8 @@ def _loop(config: EngineConfig, start: Callable[[], Executor], tokenizer: Tokeni
     publisher = open_publisher(config)
     executor = None
     try:
-        executor = start()
+        with host_default():
+            executor = start()
         return EngineLoop(executor, _compiler(executor, tokenizer), publisher)
     except BaseException:
         for one in (publisher, executor):

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from engine.scheduling.batch import Batch
+from engine.utils.host_default import host_default
 from engine.worker.async_output import AsyncStepOutput
 from engine.worker.worker import Worker
 
 
 class UniprocExecutor:
-    """An Executor of one worker in this process. See Executor."""
+    """An Executor of one worker in this process, which runs whatever default device its caller has. See Executor."""
 
     pids = ()
 
@@ -22,22 +23,27 @@ class UniprocExecutor:
         self.capabilities, self.graphs = worker.capabilities, worker.runner.cache
 
     def submit(self, batch: Batch) -> AsyncStepOutput:
-        return self.worker.execute(self.worker.prepare(batch))
+        with host_default():
+            return self.worker.execute(self.worker.prepare(batch))
 
     def recover(self, error: BaseException) -> None:
-        self.worker.reset_after_failure()
+        with host_default():
+            self.worker.reset_after_failure()
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.worker, method)(*args)
+        with host_default():
+            return getattr(self.worker, method)(*args)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        count = self.worker.stage_weights(weights)
-        self.worker.commit_weights()
+        with host_default():
+            count = self.worker.stage_weights(weights)
+            self.worker.commit_weights()
         return count
 
     def load_weights(self, *paths: str) -> int:
-        count = self.worker.stage_files(*paths)
-        self.worker.commit_weights()
+        with host_default():
+            count = self.worker.stage_files(*paths)
+            self.worker.commit_weights()
         return count
 
     def check(self) -> None:

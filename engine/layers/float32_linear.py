@@ -28,8 +28,8 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     outputs, inputs = weight.shape
     rows = max(ROW_MULTIPLE, BLOCK_BYTES // (4 * inputs) // ROW_MULTIPLE * ROW_MULTIPLE)
-    x, block = x.float(), torch.empty(min(rows, outputs), inputs)
-    out = torch.empty(len(x), outputs)
+    x = x.float()
+    block, out = x.new_empty(min(rows, outputs), inputs), x.new_empty(len(x), outputs)
     for start in range(0, outputs, rows):
         part = block[: min(rows, outputs - start)]
         part.copy_(weight[start : start + rows])

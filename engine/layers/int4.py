@@ -33,7 +33,7 @@ def int4_available() -> bool:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
     codes = torch.arange(ROW_MULTIPLE * GROUP).view(ROW_MULTIPLE, GROUP).remainder(16).to(torch.uint8)
-    scale = torch.full((ROW_MULTIPLE, 1), 0.5)
+    scale = torch.full((ROW_MULTIPLE, 1), 0.5, dtype=torch.float32)
     try:
         out = _int4_product(torch.ones(1, GROUP, dtype=torch.bfloat16), pack_codes(codes), pack_scales(scale, scale))
     except (AttributeError, NotImplementedError, RuntimeError):

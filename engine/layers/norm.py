@@ -24,7 +24,7 @@ class _Norm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.size, self.eps = size, eps
-        self.register_buffer("eps_tensor", torch.full((1,), eps, device=device), persistent=False)
+        self.register_buffer("eps_tensor", torch.full((1,), eps, dtype=torch.float32, device=device), persistent=False)
         signs = torch.tensor([[1.0], [-1.0]], dtype=dtype, device=device)
         self.register_buffer("signs", signs, persistent=False)
 

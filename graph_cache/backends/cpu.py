@@ -90,7 +90,7 @@ class CpuBackend:
         return tensor  # memory that outlives the run is kept outside the arena
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         target.copy_(source)

@@ -86,7 +86,7 @@ class Claim:
     ) -> torch.Tensor:
         """Return a view of the arena. `byte_offset` must be aligned to the dtype."""
         storage = self._arena.storage
-        return torch.empty(0, dtype=dtype).set_(storage, byte_offset // dtype.itemsize, size, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, byte_offset // dtype.itemsize, size, stride)
 
 
 class Arena:

@@ -88,7 +88,7 @@ def out_overload_matches(func: torch._ops.OpOverload, args: tuple, kwargs: dict[
         return False
     if not all(isinstance(result, torch.Tensor) for result in results):
         return False
-    targets = [torch.empty(0, dtype=result.dtype) for result in results]
+    targets = [torch.empty(0, dtype=result.dtype, device="cpu") for result in results]
     call, out_args, out_kwargs = out_call(func, args, kwargs, targets)
     try:
         call(*out_args, **out_kwargs)

@@ -51,7 +51,7 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
             return found
         if leaf.buffer in tape.kept:
             storage = tape.kept[leaf.buffer]
-            view = torch.empty(0, dtype=leaf.dtype).set_(storage, leaf.offset, leaf.size, leaf.stride)
+            view = torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.size, leaf.stride)
         else:
             start = offsets[leaf.buffer] + leaf.offset * leaf.dtype.itemsize
             view = claim.tensor(leaf.dtype, leaf.size, leaf.stride, start)

@@ -184,7 +184,7 @@ class CudaBackend:
         return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         target.copy_(source, non_blocking=True)

@@ -130,7 +130,7 @@ class _PinnedBuffer:
     """Host memory of exactly `size` bytes, pinned. PyTorch's pinned tensors are rounded up to a power of two."""
 
     def __init__(self, size: int):
-        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         runtime = torch.cuda.cudart()
         result = runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)
         if int(result):

@@ -139,7 +139,7 @@ def _noise(output: Tensor, strides: tuple[int, ...]) -> Tensor:
     grad = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)
     target = distinct(grad)
     parts = torch.view_as_real(target) if target.is_complex() else target
-    parts.copy_(torch.randn(parts.shape, generator=noise))
+    parts.copy_(torch.randn(parts.shape, generator=noise, device="cpu"))
     return grad
 
 

@@ -481,3 +481,17 @@ def test_attributes_that_a_library_sets_at_its_first_call_are_not_other_modes(po
         for _ in range(4):
             assert torch.equal(run(x=x), model(x))
     assert sum(cache.stats.replays.values()) == 4 and not reasons(cache)
+
+
+@pytest.mark.parametrize("default", ["meta", "own"])
+def test_a_cache_captures_and_replays_under_a_default_device(pool, device, default):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    cache = cache_of(pool, device)
+    run = cache.graphed("model", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    x = torch.randn(3, 4, device=device)
+    with torch.device(device if default == "own" else "meta"):
+        for _ in range(3):
+            found = run(x=x)
+    assert cache.stats.replays, reasons(cache)
+    assert torch.equal(found, model(torch.cat([x, torch.zeros(1, 4, device=device)]))[:3])
