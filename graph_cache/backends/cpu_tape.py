@@ -23,7 +23,7 @@ from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
 from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
-from graph_cache.namespaces import state_of
+from graph_cache.guards.namespaces import state_of
 from graph_cache.profiling import unprofiled
 
 aten = torch.ops.aten

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions, unwatched_reads
-from graph_cache.host_state import ANY_CODE, HostState, reachable
+from graph_cache.guards.changes import HostState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.refusals import unwatched_reads
+from graph_cache.guards.search import ANY_CODE, reachable
+from graph_cache.guards.watch import GLOBAL_HOOKS, AllVersions, Versions
 from graph_cache.training.ambient_state import AmbientState
 from graph_cache.training.compiled import COMPILED_CALL, at_compile_time, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers

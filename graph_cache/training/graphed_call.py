@@ -19,10 +19,10 @@ from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads
-from graph_cache.host_state import objects_with_tensors
+from graph_cache.guards.code import Reads
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.search import objects_with_tensors
 from graph_cache.layout import copy_into, copy_of, distinct
-from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
 from graph_cache.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.torch_settings import NO_AUTOCAST

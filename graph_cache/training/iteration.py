@@ -24,24 +24,17 @@ from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.host_reads import (
-    Reads,
-    ReadTensors,
-    Watch,
-    gradient_hooks_of,
-    hooks_of,
-    iterators_read,
-    refused_reads,
-    unwatched_reads,
-)
-from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
+from graph_cache.guards.changes import HostState, ProcessState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.refusals import iterators_read, refused_reads, unwatched_reads
+from graph_cache.guards.search import ANY_CODE, objects_with_tensors, reachable
+from graph_cache.guards.watch import ReadTensors, Watch, gradient_hooks_of, hooks_of
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.layout import copy_into, copy_of, distinct, overlaps
 from graph_cache.library_state import is_of_transformer_engine, precision_autocast
-from graph_cache.namespaces import Namespace
 from graph_cache.parametrizations import is_cached
 from graph_cache.pool import GraphPool
-from graph_cache.process_state import ProcessState
 from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.runner import GraphRunner
 from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.errors import CaptureRefused, GraphConfigError
-from graph_cache.host_state import objects_with_tensors
+from graph_cache.guards.search import objects_with_tensors
 from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
 from graph_cache.parametrizations import is_cached, uncached
 from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, listed

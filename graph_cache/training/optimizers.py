@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_cache.keys import IdentityKey
+from graph_cache.guards.values import IdentityKey
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graph_cache.guards.values import raw_bits
 from graph_cache.layout import distinct
 from graph_cache.library_state import is_of_transformer_engine
 from graph_cache.parametrizations import uncached
-from graph_cache.reference import raw_bits
 from graph_cache.shadow import (
     DIFFERS,
     EQUAL,

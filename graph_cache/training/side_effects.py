@@ -15,17 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import (
-    Reads,
-    gradient_hooks_of,
-    is_own_class,
-    iterators_read,
-    refused_reads,
-    unwatched_reads,
-)
-from graph_cache.host_state import ANY_CODE, HostState, Ran, reachable
-from graph_cache.namespaces import Namespace
-from graph_cache.process_state import ProcessState
+from graph_cache.guards.changes import HostState, ProcessState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.ownership import is_own_class
+from graph_cache.guards.refusals import iterators_read, refused_reads, unwatched_reads
+from graph_cache.guards.search import ANY_CODE, Ran, reachable
+from graph_cache.guards.watch import gradient_hooks_of
 from graph_cache.training.call import TENSOR
 from graph_cache.training.compiled import is_compiled
 
