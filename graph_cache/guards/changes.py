@@ -85,7 +85,7 @@ class HostState:
                 self.changed.add((id(namespace.container), key))
                 if old is MISSING or old is None:
                     self.created.add((id(namespace.container), key))
-                if _is_result(old, new, was_read):
+                if not isinstance(namespace, _Process) and _is_result(old, new, was_read):
                     self.results.append((namespace, key, new))
                 else:
                     found.append(namespace.name_of(key))

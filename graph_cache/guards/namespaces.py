@@ -191,6 +191,9 @@ class Attributes(Namespace):
         for name in self.read().keys() - values.keys():
             del self.container[name]
         self.container.update(values)
+        if self.names is None and list(self.container) != list(values):
+            for name in values:  # in their order
+                self.container[name] = self.container.pop(name)
 
 
 class TensorAttributes(Attributes):

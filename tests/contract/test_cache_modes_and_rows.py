@@ -502,10 +502,57 @@ def test_a_cache_captures_and_replays_under_a_default_device(pool, device, defau
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(device)
     cache = cache_of(pool, device)
-    run = cache.graphed("model", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 4), watch=model)
     x = torch.randn(3, 4, device=device)
     with torch.device(device if default == "own" else "meta"):
         for _ in range(3):
             found = run(x=x)
     assert cache.stats.replays, reasons(cache)
     assert torch.equal(found, model(torch.cat([x, torch.zeros(1, 4, device=device)]))[:3])
+
+
+def test_rows_that_are_not_declared_independent_are_never_padded(pool, device):
+    cache = cache_of(pool, device)
+    run = cache.graphed("scale", lambda x: x * 2, INPUT, buckets=(2, 4))
+    for rows in (1, 2, 3, 4, 5):
+        x = torch.randn(rows, 4, device=device)
+        assert torch.equal(run(x=x), x * 2)
+    assert reasons(cache) == {"unchecked_rows", "above_largest_bucket"}
+    assert {labels[3] for labels in cache.stats.replays} == {2, 4} and sum(cache.stats.replays.values()) == 2
+
+
+def test_rows_that_depend_on_each_other_may_replay_where_nothing_is_padded(pool, device):
+    cache = cache_of(pool, device)
+    run = cache.graphed("mean", lambda x: x - x.mean(0), INPUT, buckets=(2, 4))
+    for rows in (2, 4, 3, 2):
+        x = torch.randn(rows, 4, device=device)
+        assert torch.equal(run(x=x), x - x.mean(0))
+    assert sum(cache.stats.replays.values()) == 3
+
+
+def test_a_shadow_check_changes_the_padding(pool, device):
+    """The rows of noise, with which the declaration is checked at the capture, have no such values."""
+
+    def fn(x):
+        return torch.where(x[:, :1] > 50, x + x.amin(), x)
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("rare", fn, INPUT, independent_rows=True, buckets=(4,))
+    x = torch.rand(3, 4, device=device) + 60
+    for _ in range(3):
+        found = run(x=x)
+    assert torch.equal(found, fn(x)) and reasons(cache) == {"capture_failed"}
+    assert "with other padding" in cache.stats.failures["rare"]
+
+
+def test_padding_that_nothing_depends_on_is_changed_without_a_difference(pool, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device).eval()
+    cache = GraphCache(GraphConfig(shadow_check_share=1.0), device, pool=pool)
+    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,), watch=model)
+    for rows in (3, 1, 2, 4, 3):
+        x = torch.randn(rows, 4, device=device)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x=x), model(x))
+    assert sum(cache.stats.replays.values()) == 5 and not cache.stats.shadow_mismatches
+    assert cache.stats.shadow_checks["model", "decode", "equal"] >= 1
