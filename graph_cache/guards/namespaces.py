@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter, methodcaller
+from operator import getitem
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +41,8 @@ METADATA = frozenset(
         *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
     )
 )
-Getter = Callable[[Any], Any]  # in C, as far as it goes: it runs at every call
+Getter = Callable[[Any, Any], Any]  # from a container and a key to a value; in C, as far as it goes
+Read = tuple[Getter, Any, Any]  # with the container and the key
 
 
 class _Missing:
@@ -78,21 +79,17 @@ class Namespace:
         """Set one value."""
         self.container[key] = value
 
-    def watched(self, key: Any) -> tuple[Getter, Any]:
-        """Return a function and its argument that return the current value. Raises one of ABSENT if there is none."""
-        return itemgetter(key), self.container
+    def watched(self, key: Any) -> Read:
+        """Return a function, container and key that give the current value. Raises one of ABSENT if there is none."""
+        return getitem, self.container, key
 
-    def watched_absence(self, key: Any) -> tuple[Getter, Any]:
-        """Return a function and its argument that return MISSING as long as there is no such value."""
-        return methodcaller("get", key, MISSING), self.container
+    def watched_absence(self, key: Any) -> Read:
+        """Return a function, container and key that give MISSING as long as there is no such value."""
+        return _item_or_missing, self.container, key
 
     def value(self, key: Any) -> Any:
         """Return the current value; MISSING if there is none."""
-        getter, owner = self.watched(key)
-        try:
-            return getter(owner)
-        except ABSENT:
-            return MISSING
+        return read_or_missing(*self.watched(key))
 
     def name_of(self, key: Any) -> str:
         """Return a value's name for messages."""
@@ -119,6 +116,26 @@ class Namespace:
 
 
 ABSENT = (KeyError, IndexError, AttributeError, ValueError)
+
+
+def read_or_missing(function: Getter, container: Any, key: Any) -> Any:
+    """Return a value; MISSING if there is none."""
+    try:
+        return function(container, key)
+    except ABSENT:
+        return MISSING
+
+
+def _item_or_missing(container: Any, key: Any) -> Any:
+    return container.get(key, MISSING)
+
+
+def _attribute_or_missing(container: Any, name: str) -> Any:
+    return getattr(container, name, MISSING)
+
+
+def _context_value(variable: ContextVar[Any], key: Any) -> Any:
+    return variable.get(MISSING)
 
 
 class Items(Namespace):
@@ -151,14 +168,8 @@ class Items(Namespace):
         """Return an object that iterates over the stored keys of a dictionary, or the container; it has a length."""
         return dict.keys(self.container) if _computes_items(self.container) else self.container
 
-    def watched(self, key: Any) -> tuple[Getter, Any]:
-        if _computes_items(self.container):
-            return functools.partial(_stored_item, key), self.container
-        return itemgetter(key), self.container
-
-
-def _stored_item(key: Any, container: dict[Any, Any]) -> Any:
-    return dict.__getitem__(container, key)
+    def watched(self, key: Any) -> Read:
+        return dict.__getitem__ if _computes_items(self.container) else getitem, self.container, key
 
 
 def _computes_items(container: Any) -> bool:
@@ -236,15 +247,11 @@ class Slots(Namespace):
     def set(self, key: Any, value: Any) -> None:
         setattr(self.container, key, value)
 
-    def watched(self, key: Any) -> tuple[Getter, Any]:
-        return attrgetter(key), self.container
+    def watched(self, key: Any) -> Read:
+        return getattr, self.container, key
 
-    def watched_absence(self, key: Any) -> tuple[Getter, Any]:
-        return functools.partial(_attribute_or_missing, key), self.container
-
-
-def _attribute_or_missing(name: str, owner: Any) -> Any:
-    return getattr(owner, name, MISSING)
+    def watched_absence(self, key: Any) -> Read:
+        return _attribute_or_missing, self.container, key
 
 
 class FunctionParts(Slots):
@@ -294,8 +301,8 @@ class ClassAttributes(Slots):
             if now.get(name, MISSING) is not value:
                 setattr(self.container, name, value)
 
-    def watched(self, key: Any) -> tuple[Getter, Any]:
-        return itemgetter(key), vars(self.container)
+    def watched(self, key: Any) -> Read:
+        return getitem, vars(self.container), key
 
 
 class Contents(Namespace):
@@ -403,8 +410,8 @@ class Hidden(Namespace):
         elif not isinstance(one, Iterator):
             _numpy_state(one)[1](pickle.loads(values["state"]))
 
-    def watched(self, key: Any) -> tuple[Getter, Any]:
-        return methodcaller("get", MISSING), self.container  # of a context variable
+    def watched(self, key: Any) -> Read:
+        return _context_value, self.container, key
 
     def name_of(self, key: Any) -> str:
         return self.path

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copyreg
 import itertools
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, call, is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,15 +24,16 @@ from graph_cache.guards.namespaces import (
     ClassAttributes,
     Contents,
     FunctionParts,
-    Getter,
     Globals,
     Hidden,
     Items,
     Namespace,
     Opaque,
+    Read,
     Slots,
     TensorAttributes,
     bytes_of,
+    read_or_missing,
 )
 from graph_cache.guards.search import REGISTRIES
 from graph_cache.guards.values import PLAIN, key_of
@@ -51,11 +52,11 @@ GLOBAL_HOOKS = [
 ]
 
 Place = tuple[int, Any]  # (id of a container, key)
-Read = tuple[Getter, Any]  # a function in C, and the container that it reads from
+Summary = tuple[Callable[[Any], Any], Any]  # a function in C, and the container that it reads
 
 
 class Watch:
-    """The current values of Python state that a run may read, in flat lists of functions and their containers.
+    """The current values of Python state that a run may read, in flat lists of containers and keys.
 
     Checked at every call, so it loops in C. Values and items count as unchanged while they are the same objects; else
     their keys are compared (see `values.py`).
@@ -71,8 +72,8 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.leave_out(modules)
         self.values: dict[Place, Read] = {}
-        self.items: dict[Place, Read] = {}
-        self.facts: dict[Place, Read] = {}
+        self.items: dict[Place, Summary] = {}
+        self.facts: dict[Place, Summary] = {}
         self._known: set[Place] = set()
         self._excluded: set[Place] = set()
         self.changing: set[int] = set()  # containers of which some values are excluded
@@ -80,9 +81,9 @@ class Watch:
 
     def _changed(self) -> None:
         """Arrange what is watched for `signature`."""
-        self._values = tuple(zip(*self.values.values(), strict=True)) or ((), ())
-        self._items = tuple(zip(*self.items.values(), strict=True)) or ((), ())
-        self._facts = tuple(zip(*self.facts.values(), strict=True)) or ((), ())
+        self._values = _by_function(self.values.values())
+        self._items = _by_function(self.items.values())
+        self._facts = _by_function(self.facts.values())
         self._seen: list[Any] = []
         self._seen_facts: list[Any] = []
         self._lists: list[list[Any]] = []  # small ones among the values, which count by their contents
@@ -211,28 +212,35 @@ class Watch:
 
     def signature(self) -> tuple[Any, ...]:
         """Return the current values in a form that compares them; the same object as long as none has changed."""
+        now: list[Any] = []
+        facts: list[Any] = []
         try:
-            now = list(map(call, *self._values))
+            for function, containers, keys in self._values:
+                now += map(function, containers, keys)
         except ABSENT:  # removed
-            now = list(map(_value_or_missing, *self._values))
+            now = [
+                read_or_missing(function, container, key)
+                for function, containers, keys in self._values
+                for container, key in zip(containers, keys, strict=True)
+            ]
         count = len(now)
-        now += itertools.chain.from_iterable(map(call, *self._items))
-        facts = list(map(call, *self._facts))
-        if not self._are_seen(now, facts):
-            self._lists = list(filter(self._counts_by_contents, now[:count]))
-            self._seen = now + self._items_of_lists()
-            self._seen_facts = facts + list(map(len, self._lists))
-            self._signature = (
-                *map(self._key, now[:count]),
-                *map(key_of, now[count:]),
-                tuple(map(_fact_key, facts)),
-            )
+        for function, containers in self._items:
+            now += itertools.chain.from_iterable(map(function, containers))
+        for function, containers in self._facts:
+            facts += map(function, containers)
+        end, lists = len(now), self._lists
+        if lists:
+            now += itertools.chain.from_iterable(lists)
+            facts += map(len, lists)
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)) and facts == self._seen_facts:
+            return self._signature
+        values, items = now[:count], now[count:end]
+        facts = facts[: len(facts) - len(lists)]
+        self._lists = list(filter(self._counts_by_contents, values))
+        self._seen = [*values, *items, *itertools.chain.from_iterable(self._lists)]
+        self._seen_facts = [*facts, *map(len, self._lists)]
+        self._signature = (*map(self._key, values), *map(key_of, items), tuple(map(_fact_key, facts)))
         return self._signature
-
-    def _are_seen(self, now: list[Any], facts: list[Any]) -> bool:
-        if self._lists:
-            now, facts = now + self._items_of_lists(), facts + list(map(len, self._lists))
-        return len(now) == len(self._seen) and all(map(is_, now, self._seen)) and facts == self._seen_facts
 
     def _counts_by_contents(self, value: Any) -> bool:
         """Whether this is a small list of plain values: an equal one may be in its place."""
@@ -252,11 +260,12 @@ class Watch:
         return list(itertools.chain.from_iterable(self._lists))
 
 
-def _value_or_missing(getter: Getter, container: Any) -> Any:
-    try:
-        return getter(container)
-    except ABSENT:
-        return MISSING
+def _by_function(reads: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return each function once, with the lists of its arguments."""
+    groups: dict[Any, list[tuple[Any, ...]]] = {}
+    for function, *arguments in reads:
+        groups.setdefault(function, []).append(tuple(arguments))
+    return [(function, *map(list, zip(*arguments, strict=True))) for function, arguments in groups.items()]
 
 
 def _fact_key(fact: Any) -> Any:
