@@ -22,7 +22,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from graph_cache.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
@@ -30,7 +29,9 @@ from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
+from graph_cache.guards.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.guards.function import FunctionState
+from graph_cache.guards.torch_settings import free_frames, modes_active
 from graph_cache.keys import (
     ABOVE_MAX,
     CAPTURE_FAILED,
@@ -53,7 +54,6 @@ from graph_cache.runner import GraphRunner
 from graph_cache.shadow import CheckedCall, Shadow, ShadowChecks
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
-from graph_cache.torch_settings import free_frames, modes_active
 from graph_cache.validation import names_arguments
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from graph_cache.guards.namespaces import MISSING, Contents, Hidden, Namespace
 from graph_cache.guards.ownership import is_own_variable, own_environment
 from graph_cache.guards.search import MAX_NAMESPACES, Ran, reachable
+from graph_cache.guards.torch_settings import SETTINGS, Setting, autocast_state
 from graph_cache.guards.values import same, same_items
-from graph_cache.torch_settings import SETTINGS, Setting, autocast_state
 
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.audit import storage_of
 from graph_cache.garbage import no_garbage_collections
+from graph_cache.guards.audit import storage_of
 from graph_cache.guards.namespaces import Cell
 from graph_cache.guards.ownership import (
     STANDARD,

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.addresses import AddressBook
-from graph_cache.audit import StorageAudit, storage_of
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
+from graph_cache.guards.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.parametrizations import caches, is_cached
+from graph_cache.guards.quantizers import Quantizers
 from graph_cache.guards.refusals import iterators_read
 from graph_cache.guards.search import ANY_CODE
+from graph_cache.guards.torch_settings import autocast_state, settings
 from graph_cache.guards.watch import ReadTensors, Versions, hooks_of
-from graph_cache.library_state import is_of_transformer_engine, precision_autocast
-from graph_cache.parametrizations import caches, is_cached
-from graph_cache.quantizers import Quantizers
-from graph_cache.torch_settings import autocast_state, settings
 
 
 class FunctionState:

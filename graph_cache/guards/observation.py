@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from graph_cache.audit import StorageAudit
+from graph_cache.guards.audit import StorageAudit
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import Namespace

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graph_cache.audit import StorageAudit
+from graph_cache.guards.audit import StorageAudit
 from graph_cache.guards.values import same_bits
 
 

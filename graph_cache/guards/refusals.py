@@ -31,22 +31,22 @@ def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
     """
     if ran is None:
         return []
-    is_cpu, found = device.type == "cpu", []
+    is_cpu, reasons = device.type == "cpu", []
     if ran.outside:
         outside = ", ".join(sorted(ran.outside))
-        found.append(f"reads {outside}, which a replay would not read again: pass values as arguments")
+        reasons.append(f"reads {outside}, which a replay would not read again: pass values as arguments")
     if not ran.called.isdisjoint(SEEDING):
-        found.append("calls seed or manual_seed, which a replay would not repeat: seed before the call")
+        reasons.append("calls seed or manual_seed, which a replay would not repeat: seed before the call")
     if states := GENERATOR_STATE & ran.own_names:
-        found.append(f"reads the state of a random generator ({', '.join(sorted(states))}): pass the value")
+        reasons.append(f"reads the state of a random generator ({', '.join(sorted(states))}): pass the value")
     if facts := (TENSOR_FACTS | {"data_ptr"} if is_cpu else TENSOR_FACTS) & ran.own_names:
         names = ", ".join(sorted(facts))
-        found.append(f"reads {names} of a tensor, which may be another in a capture: pass the value")
+        reasons.append(f"reads {names} of a tensor, which may be another in a capture: pass the value")
     if is_cpu and not all(name.startswith(_ROUTING) for name in ran.compiled):
-        found.append(
+        reasons.append(
             "calls a function compiled by torch.compile, which a CPU can't record: call the uncompiled function"
         )
-    return found
+    return reasons
 
 
 def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str]:

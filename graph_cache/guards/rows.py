@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from graph_cache.audit import StorageAudit, storage_of
-from graph_cache.exact import Exact, close
+from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.exact import Exact, close
 from graph_cache.guards.reference import Reference
+from graph_cache.guards.torch_settings import free_frames
 from graph_cache.guards.values import same_bits
-from graph_cache.torch_settings import free_frames
 
 # Inputs are tried with noise in [0, 1) plus one of these, and with something else in the last rows: other values, and
 # zeros, as in padding. A normalisation gives the same sums for most rows, but not for zeros.

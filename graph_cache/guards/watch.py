@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 from torch.nn.parameter import is_lazy
 
-from graph_cache.audit import storage_of
+from graph_cache.guards.audit import storage_of
 from graph_cache.guards.code import READS_ALL_ATTRIBUTES, Reads, absent_names
 from graph_cache.guards.namespaces import (
     ABSENT,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from graph_cache.layout import copy_into, overlaps
-from graph_cache.torch_settings import (
+from graph_cache.guards.torch_settings import (
     AUTOCAST_DEVICES,
     Autocast,
     Settings,
@@ -29,6 +28,7 @@ from graph_cache.torch_settings import (
     recreated,
     settings,
 )
+from graph_cache.layout import copy_into, overlaps
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
 

@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from graph_cache.addresses import AddressBook
-from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import CaptureError, CaptureRefused
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.changes import HostState, ProcessState
 from graph_cache.guards.code import Reads
+from graph_cache.guards.library_state import is_of_transformer_engine, precision_autocast
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.parametrizations import is_cached
+from graph_cache.guards.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.guards.refusals import iterators_read, refused_reads
 from graph_cache.guards.search import ANY_CODE, objects_with_tensors
+from graph_cache.guards.torch_settings import modes_active
 from graph_cache.guards.watch import ReadTensors, Watch, gradient_hooks_of, hooks_of
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.layout import copy_into, copy_of, distinct, overlaps
-from graph_cache.library_state import is_of_transformer_engine, precision_autocast
-from graph_cache.parametrizations import is_cached
 from graph_cache.pool import GraphPool
-from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.runner import GraphRunner
 from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed
 from graph_cache.stats import CacheStats
-from graph_cache.torch_settings import modes_active
 from graph_cache.training.call import (
     CallKey,
     Result,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
+from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import Namespace

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from graph_cache.audit import StorageAudit
+from graph_cache.guards.audit import StorageAudit
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.observation import Observation

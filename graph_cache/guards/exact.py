@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
-from graph_cache.dispatch_mode import DispatchMode
+from graph_cache.guards.dispatch_mode import DispatchMode
 
 WIDER = {
     torch.float16: torch.float64,
