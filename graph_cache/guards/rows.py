@@ -77,7 +77,7 @@ def check_rows(
         for tensor in inputs(bucket):
             if tensor.is_complex():
                 noise = torch.Generator().manual_seed(1)
-                torch.view_as_real(tensor).copy_(torch.rand(*tensor.shape, 2, generator=noise))
+                torch.view_as_real(tensor).copy_(torch.rand(*tensor.shape, 2, generator=noise, device="cpu"))
             if not _is_integer(tensor):
                 tensor.add_(base)
             elif integers is not None:

@@ -6,6 +6,8 @@ by element, lists and dictionaries too where their contents are read anew each t
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import types
 from collections.abc import Hashable, Mapping
@@ -92,6 +94,63 @@ class TensorKey:
 
     def __hash__(self) -> int:
         return self._id
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+class SameValue:
+    """A value that equals itself, and another of the same type and state: `==` may leave differences out.
+
+    The state is what pickle stores; objects in it that compare by identity count by identity. A dataclass may exclude
+    fields from its comparison, and frozenset([1]) equals frozenset([1.0]).
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameValue):
+            return NotImplemented
+        one, another = self.value, other.value
+        if one is another:
+            return True
+        if type(one) is not type(another) or _compares_by_identity(one):
+            return False
+        try:
+            return _state(one) == _state(another)
+        except Exception:  # of any kind: it runs code of the value
+            return False
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def _compares_by_identity(value: Any) -> bool:
+    return isinstance(value, (Tensor, type)) or type(value).__eq__ is object.__eq__
+
+
+class _StatePickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> int | None:
+        return id(value) if _compares_by_identity(value) else None
+
+
+def _state(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _StatePickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def kind_of(value: Any) -> Any:
+    """Return what tells a value apart from others that equal it by `==`."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return (kind, repr(value)) if not value.real or (kind is complex and not value.imag) else kind  # -0.0
+    if kind in PLAIN or kind is types.MethodType or _compares_by_identity(value):
+        return kind
+    return SameValue(value)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
@@ -320,6 +320,7 @@ class Versions:
         self._numbers: dict[Any, int] = {self.watch.signature(): 0}
         self._next = 0
         self._last: tuple[Any, int] = (None, 0)
+        self._made = False  # the last observed run made values that did not exist
         self.extensions = 0  # observed runs so far, each of which may change what is watched
 
     def current(self) -> int:
@@ -337,18 +338,28 @@ class Versions:
         return found
 
     @contextmanager
-    def extended(self) -> Iterator[Extension]:
-        """Watch more values or fewer at the end of the block, which is an observed run.
+    def extended(self) -> Iterator[Self]:
+        """Watch more values or fewer at the end of the block, which is an observed run: call `exclude` and `add` there.
 
         The number before the run stands for the values after it too, unless the run made some of them.
         """
-        number, extension = self.current(), Extension(self.watch)
-        yield extension
-        if extension.made:
+        number, self._made = self.current(), False
+        yield self
+        if self._made:
             self._next += 1
             number = self._next
         self._numbers, self._last = {self.watch.signature(): number}, (None, 0)
         self.extensions += 1
+
+    def exclude(self, values: set[Place], made: bool) -> None:
+        """Stop watching these values. `made`: the run made others that did not exist."""
+        self._made = made
+        if values:
+            self.watch.exclude(values)
+
+    def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
+        """Watch what the run may have read."""
+        self.watch.add(namespaces, reads)
 
     def equate(self) -> None:
         """Give the current values the number of those after the last observed run, whose changes were undone."""
@@ -379,23 +390,6 @@ class AllVersions:
 
 
 _extensions = attrgetter("extensions")
-
-
-class Extension:
-    """What an observed run adds to a Watch."""
-
-    def __init__(self, watch: Watch):
-        self._watch, self.made = watch, False
-
-    def exclude(self, values: set[Place], made: bool) -> None:
-        """Stop watching these values. `made`: the run made others that did not exist."""
-        self.made = made
-        if values:
-            self._watch.exclude(values)
-
-    def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
-        """Watch what the run may have read."""
-        self._watch.add(namespaces, reads)
 
 
 # ---- tensors and hooks -----------------------------------------------------------------------------------------------
