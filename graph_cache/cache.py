@@ -320,7 +320,10 @@ class GraphCache:
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
         key = site.key(bucket, variant)
-        return Plan(site.name, rows, bucket, key, self._eager_reason(site, key), variant)
+        reason = self._eager_reason(site, key)
+        if reason in (None, NOT_CAPTURED) and rows != bucket and not site.independent_rows:
+            reason = UNCHECKED_ROWS
+        return Plan(site.name, rows, bucket, key, reason, variant)
 
     def _eager_reason(self, site: Site, key: GraphKey) -> str | None:
         """Return why a run of this key is eager now; None if it replays a graph."""

@@ -53,6 +53,8 @@ SEARCHED = {
 }
 # Packages that count and cache in their modules' attributes; their adapters recreate what a forward reads.
 ADAPTED = frozenset(("megatron", "transformer_engine"))
+# Compiled functions here are helpers for routing, which round nothing: they may run uncompiled.
+COMPILED_HELPERS = "megatron.core.transformer.moe."
 # Modules of PyTorch whose functions other code may replace.
 PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.

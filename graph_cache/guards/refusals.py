@@ -8,6 +8,7 @@ import torch
 
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import MISSING, Cell, Contents, Items, Namespace, position_of
+from graph_cache.guards.ownership import COMPILED_HELPERS
 from graph_cache.guards.watch import TENSORS, UNWATCHED
 
 MAX_WATCHED_BYTES = 1 << 20  # of all buffers together; comparing these takes 200 µs
@@ -18,8 +19,6 @@ TENSOR_FACTS = frozenset(
 )
 GENERATOR_STATE = frozenset(("getstate", "get_rng_state", "initial_seed", "bit_generator"))
 SEEDING = frozenset(("seed", "manual_seed", "manual_seed_all"))
-# Compiled helpers of Megatron that round nothing, by the prefix of their module.
-_ROUTING = "megatron.core.transformer.moe."
 
 
 def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
@@ -42,7 +41,7 @@ def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
     if facts := (TENSOR_FACTS | {"data_ptr"} if is_cpu else TENSOR_FACTS) & ran.own_names:
         names = ", ".join(sorted(facts))
         reasons.append(f"reads {names} of a tensor, which may be another in a capture: pass the value")
-    if is_cpu and not all(name.startswith(_ROUTING) for name in ran.compiled):
+    if is_cpu and not all(name.startswith(COMPILED_HELPERS) for name in ran.compiled):
         reasons.append(
             "calls a function compiled by torch.compile, which a CPU can't record: call the uncompiled function"
         )

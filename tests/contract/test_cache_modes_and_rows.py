@@ -517,7 +517,9 @@ def test_rows_that_are_not_declared_independent_are_never_padded(pool, device):
     for rows in (1, 2, 3, 4, 5):
         x = torch.randn(rows, 4, device=device)
         assert torch.equal(run(x=x), x * 2)
+        assert cache.plan("scale", rows).is_graph is (rows in (2, 4))
     assert reasons(cache) == {"unchecked_rows", "above_largest_bucket"}
+    assert cache.plan("scale", 3).reason == "unchecked_rows"
     assert {labels[3] for labels in cache.stats.replays} == {2, 4} and sum(cache.stats.replays.values()) == 2
 
 
