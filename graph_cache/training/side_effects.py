@@ -90,7 +90,8 @@ def refuse_side_effects(
     executed; `generators` are advanced by replays. Compiled code bypasses the dispatcher, so the audit stays empty.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
-    state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=ran, process=True)
+    known = Reads.of_calls(scope.modules()) if ran is None else ran  # compiled code was not observed
+    state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=known, process=True)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     audit, compiled = _audit(device), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
@@ -170,7 +171,7 @@ def refuse_backward_changes(
     autograd.Functions in it; other arguments as in `refuse_side_effects`.
     """
     reads, compiled = Reads(), _is_compiled(scope, ran)
-    known: Ran | None = ran
+    known: Ran = Reads.of_calls(scope.modules()) if ran is None else ran
     if not compiled and ran is not None:
         if backward_ran is not None:
             known = ran.merged(backward_ran)
