@@ -558,18 +558,3 @@ def test_padding_that_nothing_depends_on_is_changed_without_a_difference(pool, d
             torch.testing.assert_close(run(x=x), model(x))
     assert sum(cache.stats.replays.values()) == 5 and not cache.stats.shadow_mismatches
     assert cache.stats.shadow_checks["model", "decode", "equal"] >= 1
-
-
-@pytest.mark.parametrize("default", ["meta", "device"])
-def test_a_default_device_does_not_reach_what_captures_and_checks_allocate(pool, device, default):
-    """Pinned memory, noise and views of the arena have their own devices."""
-    model = nn.Linear(4, 4).to(device).eval()
-    cache = cache_of(pool, device)
-    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 4), watch=model)
-    for rows in (4, 2, 3, 4):
-        x = torch.randn(rows, 4, device=device)
-        with torch.device(default if default == "meta" else device):
-            found = run(x=x)
-        with torch.no_grad():
-            torch.testing.assert_close(found, model(x))
-    assert sum(cache.stats.replays.values()) == 4
