@@ -27,7 +27,7 @@ from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
 from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
 from graph_cache.digest import Digest
-from graph_cache.library_state import is_of_transformer_engine
+from graph_cache.guards.library_state import is_of_transformer_engine
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.ambient_state import AmbientState, combined

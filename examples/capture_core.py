@@ -50,6 +50,7 @@ def main(device: str) -> None:
             name,
             lambda x, model=model: model(x),
             {"x": BufferSpec((BATCH, TOKENS, WIDTH), torch.float32)},
+            independent_rows=True,
             buckets=(1, 2, 4),
             watch=model,  # if a parameter moves, its graphs are dropped
         )

@@ -11,9 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graph_cache.addresses import AddressBook, Moved
     from graph_cache.buckets import Buckets, default_ladder
-    from graph_cache.budget_tuner import TokenBudgets, tune_token_budgets
     from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
     from graph_cache.cache import GraphCache, Ran
     from graph_cache.capture_state import CaptureState, CaptureStatus
@@ -27,19 +25,21 @@ if TYPE_CHECKING:
         ManifestError,
         SignatureMismatch,
     )
+    from graph_cache.guards.addresses import AddressBook, Moved
     from graph_cache.host_ring import HostRing, Ticket
     from graph_cache.keys import GraphKey, Plan
     from graph_cache.manifest import Manifest
-    from graph_cache.packed_tuner import PackedTuning, tune_packed
     from graph_cache.pool import GraphPool
     from graph_cache.runner import GraphRunner, RunnerState
     from graph_cache.site import Site
-    from graph_cache.tuner import tune
+    from graph_cache.tuning.budget_tuner import TokenBudgets, tune_token_budgets
+    from graph_cache.tuning.packed_tuner import PackedTuning, tune_packed
+    from graph_cache.tuning.tuner import tune
 
 _EXPORTS = {
-    "addresses": ("AddressBook", "Moved"),
+    "guards.addresses": ("AddressBook", "Moved"),
     "buckets": ("Buckets", "default_ladder"),
-    "budget_tuner": ("TokenBudgets", "tune_token_budgets"),
+    "tuning.budget_tuner": ("TokenBudgets", "tune_token_budgets"),
     "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
     "cache": ("GraphCache", "Ran"),
     "capture_state": ("CaptureState", "CaptureStatus"),
@@ -55,12 +55,12 @@ _EXPORTS = {
     ),
     "keys": ("GraphKey", "Plan"),
     "manifest": ("Manifest",),
-    "packed_tuner": ("PackedTuning", "tune_packed"),
+    "tuning.packed_tuner": ("PackedTuning", "tune_packed"),
     "pool": ("GraphPool",),
     "host_ring": ("HostRing", "Ticket"),
     "runner": ("GraphRunner", "RunnerState"),
     "site": ("Site",),
-    "tuner": ("tune",),
+    "tuning.tuner": ("tune",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

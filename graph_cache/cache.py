@@ -22,7 +22,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from graph_cache.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BufferSpec, StaticBuffers
@@ -30,7 +29,9 @@ from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
-from graph_cache.function_state import FunctionState
+from graph_cache.guards.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
+from graph_cache.guards.function import FunctionState
+from graph_cache.guards.torch_settings import free_frames, modes_active
 from graph_cache.keys import (
     ABOVE_MAX,
     CAPTURE_FAILED,
@@ -53,7 +54,6 @@ from graph_cache.runner import GraphRunner
 from graph_cache.shadow import CheckedCall, Shadow, ShadowChecks
 from graph_cache.site import Site
 from graph_cache.stats import CacheStats
-from graph_cache.torch_settings import free_frames, modes_active
 from graph_cache.validation import names_arguments
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ class GraphCache:
         inputs: Mapping[str, BufferSpec],
         *,
         buckets: Iterable[int],
+        independent_rows: bool = False,
         watch: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> Callable[..., Any]:
@@ -209,14 +210,18 @@ class GraphCache:
         Inputs are given by name, or by position in the order of `inputs`.
 
         Its results are copies without gradient history. Threads may call it at the same time; they replay one after
-        another. `fn` must not wait for another thread's call. `watch` gives what `fn` reads besides its inputs, so that
+        another. `fn` must not wait for another thread's call. `independent_rows` declares that no row of a result
+        depends on other rows or on their number: calls are then padded to the next bucket. Without it, only calls with
+        the rows of a bucket replay. The declaration is checked with different padding, at the capture and by shadow
+        checks. `watch` gives what `fn` reads besides its inputs, so that
         a moved tensor is detected. A call that does not replay runs `fn` eager on the inputs as given, without padding:
 
         - if no graph serves it: no bucket holds its rows, none is captured yet, or its capture failed;
         - if what a capture bakes in differs from the first call or capture: autocast (also Transformer Engine's), the
           settings in `torch_settings.py`, train or eval mode and hooks of modules, and Python state that `fn` reads;
         - if `fn` changes Python state, or writes to an input or a parameter;
-        - if a result depends on other rows, or has the batch in another dimension than the first;
+        - if its rows are no bucket and not declared independent, or a result is found to depend on other rows, or has
+          the batch in another dimension than the first;
         - within a TorchFunctionMode or TorchDispatchMode.
 
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
@@ -237,6 +242,7 @@ class GraphCache:
                 addresses=address_book,
                 generators=generators,
                 restores=True,
+                independent_rows=independent_rows,
             )
         )
         batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
@@ -282,7 +288,7 @@ class GraphCache:
                     site.check_rows(plan.bucket, rows, [self.pool.backend.default_generator])
                 if not site.refusal and site.in_other_modes():
                     reason = OTHER_MODES
-                elif not site.refusal and (not rows or plan.bucket in site.unchecked and rows != plan.bucket):
+                elif not site.refusal and (not rows or plan.bucket is not None and not site.can_pad(plan.bucket, rows)):
                     reason = UNCHECKED_ROWS
                 else:
                     plan = plan if plan.is_graph else self._captured_on_miss(plan)
@@ -314,7 +320,10 @@ class GraphCache:
         if bucket is None:
             return Plan(site.name, rows, None, None, ABOVE_MAX, variant)
         key = site.key(bucket, variant)
-        return Plan(site.name, rows, bucket, key, self._eager_reason(site, key), variant)
+        reason = self._eager_reason(site, key)
+        if reason in (None, NOT_CAPTURED) and rows != bucket and not site.independent_rows:
+            reason = UNCHECKED_ROWS
+        return Plan(site.name, rows, bucket, key, reason, variant)
 
     def _eager_reason(self, site: Site, key: GraphKey) -> str | None:
         """Return why a run of this key is eager now; None if it replays a graph."""
@@ -353,7 +362,7 @@ class GraphCache:
         self.shadows.settle()
         if entry is not None and entry.state.captured:
             if self.shadows.wants(site.name, entry.shadow):
-                self._replay_beside_eager(site, entry)
+                self._replay_beside_eager(site, entry, plan.rows)
             else:
                 entry.replay()
         else:
@@ -371,15 +380,25 @@ class GraphCache:
         self._observe(site, plan.rows, plan.bucket - plan.rows, plan.key.variant)
         return Ran(plan.key, reason, site.outputs(plan.key, plan.rows))
 
-    def _replay_beside_eager(self, site: Site, entry: CacheEntry) -> None:
-        """Make a shadow check of a key, which leaves the results of eager. Drops its graphs if they differ."""
+    def _replay_beside_eager(self, site: Site, entry: CacheEntry, rows: int) -> None:
+        """Make a shadow check of a key, which leaves the results of eager. Drops its graphs if they differ.
+
+        Where results may not depend on padding, eager gets another one, and only its `rows` are compared.
+        """
         key, generators = entry.key, dict.fromkeys((self.pool.backend.default_generator, *site.generators))
         written = [storage for runner in entry.runners for storage in runner.written or ()]
+        compared = rows if site.compares_padding(key.bucket, rows) else None
+
+        def eager() -> str:
+            if compared is not None:
+                site.change_padding(key.bucket, rows, entry.state.replays)
+            return site.run_beside_replay(key)
+
         call = CheckedCall(
             key,
             entry.replay,
-            lambda: site.run_beside_replay(key),
-            lambda: site.regions(key.bucket, written),
+            eager,
+            lambda: site.regions(key.bucket, written, compared),
             list(generators),
         )
         problem = ""
@@ -391,6 +410,7 @@ class GraphCache:
             raise
         finally:
             if problem:
+                problem += "" if compared is None else ", with other padding"
                 logger.error("%s runs eager from now on: %s", key, problem)
                 self.stats.failures[site.name] = problem
                 with self.pool.lock:

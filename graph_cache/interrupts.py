@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graph_cache.dispatch_mode import DispatchMode
+from graph_cache.guards.dispatch_mode import DispatchMode
 
 POLL_SECONDS = 0.002  # between two questions: each may read from a pipe
 

@@ -5,9 +5,7 @@ Defines two frozen values, GraphKey and Plan. A plan depends on the batch size a
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass, field
-from typing import Any
 
 Variant = tuple[tuple[str, int | float | bool | str | None], ...]
 
@@ -93,24 +91,3 @@ class Plan:
 def freeze_variant(variant: dict) -> Variant:
     """Sort keyword values into the hashable form used by keys."""
     return tuple(sorted(variant.items()))
-
-
-@dataclass(frozen=True, eq=False)
-class IdentityKey:
-    """Key component that compares by identity. Bound methods match if their owner and function match.
-
-    It keeps its object alive, so the address is never reused by another object.
-    """
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, IdentityKey):
-            return NotImplemented
-        bound = isinstance(self.value, types.MethodType)
-        return self.value is other.value or bound and self.value == other.value
-
-    def __hash__(self) -> int:
-        if isinstance(self.value, types.MethodType):
-            return hash((id(self.value.__self__), id(self.value.__func__)))
-        return id(self.value)  # not of its type, which may change

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from graph_cache.backends.base import Backend
 from graph_cache.config import DEFAULT_SHARE
+from graph_cache.guards.values import raw_bits
 from graph_cache.keys import GraphKey
-from graph_cache.reference import raw_bits
 from graph_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
 from graph_cache.errors import CaptureRefused, GraphConfigError
-from graph_cache.function_state import FunctionState
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.function import FunctionState
+from graph_cache.guards.rows import RowCheck, check_rows, other_padding
+from graph_cache.guards.torch_settings import free_frames
 from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
-from graph_cache.row_check import check_rows
 from graph_cache.shadow import Bytes, Whole, WrittenMemory
-from graph_cache.torch_settings import free_frames
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ class Site:
     such as the slots of a cache. Shadow checks save, compare and restore it. A site with `restores` needs none: its
     captures find out.
 
+    `independent_rows` declares that a run may be padded: no row of a result depends on other rows, or on their number.
+    It concerns functions made by `GraphCache.graphed`, of which it is checked; other sites pad always.
+
     With `restores`, a capture restores all memory that its runs write. It copies that memory first, so sites that write
     large caches leave it out and direct their dummy runs to rows that no request uses.
     """
@@ -71,6 +74,7 @@ class Site:
         addresses: AddressBook | None = None,
         generators: Sequence[torch.Generator] = (),
         restores: bool = False,
+        independent_rows: bool = True,
         writes: Callable[[int], Sequence[WrittenMemory]] = lambda bucket: (),
     ):
         if buckets.max > buffers.max_rows:
@@ -89,6 +93,7 @@ class Site:
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self.restores = restores
+        self.independent_rows = independent_rows
         self._writes = writes
         self.state: FunctionState | None = None  # of a function made by `GraphCache.graphed`
         # Keys that ran and were not captured since, with all their kernels loaded: their captures need no warm-up run.
@@ -96,7 +101,7 @@ class Site:
         self.observed: set[GraphKey | None] = set()  # keys of which a call was observed; None: above all buckets
         self.refusal = ""  # why a function is never captured
         self.unchecked: set[int] = set()  # buckets at which its rows can't be checked, as it takes no noise
-        self._checked: set[tuple[int, int]] = set()  # of a bucket and the rows that are padded to it
+        self._checked: dict[tuple[int, int], RowCheck] = {}  # by bucket and the rows that are padded to it
         self._batched_results: dict[int, list[bool]] = {}  # by checked bucket: whether each result has the batch first
         self._modes: Hashable = None  # in which the rows were checked; see FunctionState.current
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
@@ -212,14 +217,14 @@ class Site:
             rows = self._fewest_rows(bucket)
         if not self._checked and not self.refusal:
             self._modes = None if self.state is None else self.state.current()
-            self._checked.add((0, 0))
+            self._checked[0, 0] = RowCheck()
             # The first check is thorough, and costs least at the smallest bucket with padding.
             self.check_rows(next((one for one in self.buckets if self._fewest_rows(one) < one), 0), None, generators)
         if (bucket, rows) in self._checked or self.refusal:
             return
-        self._checked.add((bucket, rows))
+        self._checked[bucket, rows] = RowCheck()
         specs = self.buffers.specs.values()
-        if not 0 < rows < bucket or not any(spec.batched for spec in specs):
+        if not self.independent_rows or not 0 < rows < bucket or not any(spec.batched for spec in specs):
             return  # no padding
         variant = dict(self.variants[0])
 
@@ -232,7 +237,7 @@ class Site:
         def check() -> None:
             try:
                 known = self._batched_results.get(bucket)
-                self._batched_results[bucket], self.refusal = check_rows(
+                found = self._checked[bucket, rows] = check_rows(
                     run,
                     lambda rows: list(self.buffers.view(rows).values()),
                     [spec.batched for spec in specs],
@@ -242,7 +247,8 @@ class Site:
                     [] if self.state is None else self.state.parameters(),
                     thorough=not self._batched_results,
                 )
-                if known not in (None, self._batched_results[bucket]):
+                self._batched_results[bucket], self.refusal = found.batched, found.refusal
+                if known not in (None, found.batched):
                     self.refusal = self.refusal or "which results have the batch first depends on the number of rows"
             except Exception as error:  # it may reject noise, or these numbers of rows
                 free_frames(error)
@@ -255,6 +261,21 @@ class Site:
             else:
                 changes = self.state.refused_changes(check)
                 self.refusal = self.refusal or changes
+
+    def can_pad(self, bucket: int, rows: int) -> bool:
+        """Whether a run of so many rows may be padded to a bucket: its rows are independent, and could be checked."""
+        return rows == bucket or (self.independent_rows and bucket not in self.unchecked)
+
+    def change_padding(self, bucket: int, rows: int, number: int) -> None:
+        """Fill the padding of floating-point inputs with other values, of which the results may not depend."""
+        for name, spec in self.buffers.specs.items():
+            if spec.batched and spec.pad is not None:
+                other_padding(self.buffers[name][rows:bucket], number)
+
+    def compares_padding(self, bucket: int, rows: int) -> bool:
+        """Whether runs of so many rows with different padding must give the same results."""
+        checked = self._checked.get((bucket, rows))
+        return checked is not None and checked.compared
 
     def _fewest_rows(self, bucket: int) -> int:
         """Return the least number of rows for which this is the smallest bucket."""
@@ -277,14 +298,18 @@ class Site:
         outputs = [buffer[:bucket] if label.batched else buffer for label, buffer in self._outputs.items()]
         return list(self.buffers.view(bucket).values()) + outputs
 
-    def regions(self, bucket: int, written: Sequence[torch.UntypedStorage]) -> list[WrittenMemory]:
+    def regions(
+        self, bucket: int, written: Sequence[torch.UntypedStorage], rows: int | None = None
+    ) -> list[WrittenMemory]:
         """Return all memory that a run at this bucket on the inputs in the buffers writes, for a shadow check.
 
-        `written` is the memory beside the buffers and outputs that captures of a site with `restores` found.
+        With `rows`, padding rows are left out. `written` is the memory beside the buffers and outputs that captures of
+        a site with `restores` found.
         """
-        found: list[WrittenMemory] = [Whole(name, view) for name, view in self.buffers.view(bucket).items()]
+        rows = bucket if rows is None else rows
+        found: list[WrittenMemory] = [Whole(name, view) for name, view in self.buffers.view(rows).items()]
         for label, buffer in self._outputs.items():
-            found.append(Whole(f"result {label.leaf}", buffer[:bucket] if label.batched else buffer))
+            found.append(Whole(f"result {label.leaf}", buffer[:rows] if label.batched else buffer))
         own = {tensor.untyped_storage()._cdata for tensor in (*self.buffers.tensors.values(), *self._outputs.values())}
         found += [Bytes(f"memory {index}", one) for index, one in enumerate(written) if one._cdata not in own]
         return found + list(self._writes(bucket))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from benchmarks import harness
-from graph_cache.torch_settings import SETTINGS, settings
+from graph_cache.guards.torch_settings import SETTINGS, settings
 
 NEEDS = "1 GPU"
 ADAPTERS = "tests/graph_cache/adapters"

@@ -23,9 +23,9 @@ from engine.worker.input_buffers import Layout
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
 from engine.worker.routed_experts import RoutedExperts
 from engine.worker.written_memory import written_experts, written_slots
-from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import StaticBuffers
+from graph_cache.guards.addresses import AddressBook
 from graph_cache.shadow import WrittenMemory
 from graph_cache.site import Site
 

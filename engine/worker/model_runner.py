@@ -57,10 +57,10 @@ from engine.worker.step_input import (
     StepInput,
     VerifyInput,
 )
-from graph_cache.addresses import AddressBook
 from graph_cache.backends import backend_for
 from graph_cache.buckets import Buckets
 from graph_cache.cache import GraphCache
+from graph_cache.guards.addresses import AddressBook
 from graph_cache.host_ring import HostRing
 from graph_cache.manifest import Manifest
 from graph_cache.pool import GraphPool

@@ -25,9 +25,9 @@ from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
 from engine.worker.routed_experts import RoutedExperts
 from engine.worker.written_memory import written_experts, written_slots
-from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.guards.addresses import AddressBook
 from graph_cache.shadow import Whole, WrittenMemory
 from graph_cache.site import Site
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.sampling.logprobs import SCORE_COLUMNS
 from engine.sampling.sampler import Sampler, SampleResult
-from graph_cache.addresses import AddressBook
 from graph_cache.buckets import Buckets
 from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.cache import GraphCache
+from graph_cache.guards.addresses import AddressBook
 from graph_cache.shadow import Rows
 from graph_cache.site import Site
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from graph_cache.digest import Digest
+from graph_cache.guards.reference import Reference
 from graph_cache.interrupts import Interrupts
-from graph_cache.reference import Reference
 
 
 class CapturedGraph(Protocol):

@@ -20,8 +20,8 @@ from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscri
 from graph_cache.backends.cpu_tape import Tape, TapeRecorder
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
+from graph_cache.guards.reference import Reference
 from graph_cache.interrupts import Interrupts
-from graph_cache.reference import Reference
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1]))
+from graph_cache.guards.ownership import CORE, TORCH
 
 
 def host_read_refusal(what: str) -> str:
@@ -19,7 +18,7 @@ def host_read_refusal(what: str) -> str:
         caller = frame.f_locals.get("self")
         if optimizer is None and isinstance(caller, torch.optim.Optimizer):
             optimizer = type(caller).__name__
-        if not place and not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not place and not frame.f_code.co_filename.startswith((TORCH, CORE)):
             place = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     advice = "Compute with tensors, or pass the value as an argument that is not a tensor"

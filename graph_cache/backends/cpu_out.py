@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graph_cache.reference import same_bits
+from graph_cache.guards.values import same_bits
 
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 

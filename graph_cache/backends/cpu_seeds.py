@@ -6,21 +6,19 @@ differed before. `fork_rng` and checkpoints set states that they read in the sam
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
+from graph_cache.guards.ownership import CORE, TORCH, is_core_file
 from graph_cache.profiling import profiled
 
 SETTERS = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
-_CORE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_ADAPTERS = os.path.join(_CORE, "adapters") + os.sep
+_CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 @contextmanager
@@ -38,11 +36,11 @@ def observe_seeds(generators: Container[object], seeded: Callable[[], None]) -> 
 
 def _restores(frame: types.FrameType | None) -> bool:
     """Whether a state is set that the same run has read: by `fork_rng`, a checkpoint, or this core."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _CORE)):
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, CORE)):
         code = frame.f_code
         if code.co_name == "fork_rng" or code.co_filename == _CHECKPOINT:
             return True
-        if code.co_filename.startswith(_CORE):
-            return not code.co_filename.startswith(_ADAPTERS)
+        if code.co_filename.startswith(CORE):
+            return is_core_file(code.co_filename)
         frame = frame.f_back
     return False

@@ -16,14 +16,14 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graph_cache.audit import higher_order_refusal
 from graph_cache.backends.call_values import map_leaves, tensors_in
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
-from graph_cache.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.errors import CaptureRefused
-from graph_cache.namespaces import state_of
+from graph_cache.guards.audit import higher_order_refusal
+from graph_cache.guards.composites import FUSED, DecomposingMode, is_composite
+from graph_cache.guards.namespaces import state_of
 from graph_cache.profiling import unprofiled
 
 aten = torch.ops.aten

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.host_reads import GLOBAL_HOOKS, AllVersions, Reads, Versions, unwatched_reads
-from graph_cache.host_state import ANY_CODE, HostState, reachable
+from graph_cache.guards.changes import HostState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.search import ANY_CODE, reachable
+from graph_cache.guards.watch import GLOBAL_HOOKS, AllVersions, Versions
 from graph_cache.training.ambient_state import AmbientState
 from graph_cache.training.compiled import COMPILED_CALL, at_compile_time, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
@@ -363,27 +366,27 @@ class AttachedModule:
             yield refusals
             reads = Reads.of_calls(self.submodules, self.original)
             with self.versions.extended() as versions:
-                namespaces = reachable(self.roots, ignored=self.ignored, ran=reads, names=reads.names_to_follow)
-                refusals += unwatched_reads(namespaces)
+                namespaces, unwatched = read_by(self.roots, reads, ignored=self.ignored)
                 versions.add(namespaces, reads)
+            refusals += unwatched
             return
         self.observed_calls += 1
         ran = ANY_CODE if self.ran is None else self.ran
         roots = [*self.roots, *[("argument", value) for value in objects]]
         reads, state = Reads((self.method,)), HostState(roots, ignored=self.ignored, ran=ran)
+        seen = Observation(state, reads=reads)  # its effects stay: this is the call itself
         with self.versions.extended() as versions:
-            with reads.observing():
+            with seen.running():
                 yield refusals
             refusals += [
                 f"advances {name}, which a replay would not: pass its values as arguments"
                 for name in state.irreversible()
             ]
             self.ran = (self.ran or Reads()).merged(reads)
-            state.changes(lambda tensor: True)
+            seen.changes()
             versions.exclude(state.changed - state.created, made=bool(state.created))
-            names = self.ran.names_to_follow
-            namespaces = reachable(roots, ignored=self.ignored, ran=self.ran, names=names)
-            refusals += unwatched_reads(namespaces)
+            namespaces, unwatched = read_by(roots, self.ran, ignored=self.ignored)
+            refusals += unwatched
             versions.add(namespaces, self.ran)
 
     def observed_backward(self, reads: Reads) -> None:

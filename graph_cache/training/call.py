@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import io
-import pickle
-import types
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from graph_cache.layout import copy_into, overlaps
-from graph_cache.torch_settings import (
+from graph_cache.guards.torch_settings import (
     AUTOCAST_DEVICES,
     Autocast,
     Settings,
@@ -29,6 +25,8 @@ from graph_cache.torch_settings import (
     recreated,
     settings,
 )
+from graph_cache.guards.values import PLAIN, SameValue, kind_of
+from graph_cache.layout import copy_into, overlaps
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 
 
@@ -37,7 +35,7 @@ class Repeated(int):
 
 
 # Exact types only: a subclass may define its own equality.
-PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Repeated))
+CONSTANTS = PLAIN | {Repeated}
 
 
 # The class of a tensor, and the names and values of its attributes.
@@ -79,14 +77,14 @@ class CallKey:
 
         Other values are excluded: they may be unhashable, or define their own equality.
         """
-        constants = tuple([value for value in self.values if type(value) in PLAIN or _is_hashable_enum(value)])
+        constants = tuple([value for value in self.values if type(value) in CONSTANTS or _is_hashable_enum(value)])
         modes = (self.training, self.grad, self.autocast, self.settings, self.ambient_state)
         return hash((constants, self.types, self.tensors, *modes))
 
 
 def objects_of(key: CallKey) -> list[Any]:
     """Return the arguments that are neither tensors nor constants."""
-    return [value for value in key.values if type(value) not in PLAIN and not _is_hashable_enum(value)]
+    return [value for value in key.values if type(value) not in CONSTANTS and not _is_hashable_enum(value)]
 
 
 def _is_hashable_enum(value: Any) -> bool:
@@ -126,7 +124,7 @@ def flatten_call(
     key = CallKey(
         structure,
         values,
-        tuple(map(_type_of, values)),
+        tuple(map(_kind_of, values)),
         signatures,
         training,
         grad,
@@ -189,58 +187,8 @@ def as_kind(tensor: Tensor, kind: TensorKind) -> Tensor:
     return tensor
 
 
-class SameValue:
-    """A value that equals itself, and another of the same type and state: `==` may leave differences out.
-
-    The state is what pickle stores; objects in it that compare by identity count by identity. A dataclass may exclude
-    fields from its comparison, and frozenset([1]) equals frozenset([1.0]).
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SameValue):
-            return NotImplemented
-        one, another = self.value, other.value
-        if one is another:
-            return True
-        if type(one) is not type(another) or _compares_by_identity(one):
-            return False
-        try:
-            return _state(one) == _state(another)
-        except Exception:  # of any kind: it runs code of the value
-            return False
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
-def _compares_by_identity(value: Any) -> bool:
-    return isinstance(value, (Tensor, type)) or type(value).__eq__ is object.__eq__
-
-
-class _StatePickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> int | None:
-        return id(value) if _compares_by_identity(value) else None
-
-
-def _state(value: Any) -> bytes:
-    stream = io.BytesIO()
-    _StatePickler(stream).dump(value)
-    return stream.getvalue()
-
-
-def _type_of(value: Any) -> Any:
-    """Return what tells a value apart from others that equal it."""
-    kind = type(value)
-    if kind is float or kind is complex:
-        return (kind, repr(value)) if not value.real or (kind is complex and not value.imag) else kind  # -0.0
-    if kind in PLAIN or kind is types.MethodType or _compares_by_identity(value):
-        return kind
-    return SameValue(value)
+def _kind_of(value: Any) -> Any:
+    return Repeated if type(value) is Repeated else kind_of(value)
 
 
 @functools.cache
@@ -357,7 +305,7 @@ class Expected:
                 if leaf is not found[value]:
                     return None
             elif leaf is not value and (
-                isinstance(leaf, Tensor) or _type_of(leaf) != expected_type or not _equal(leaf, value)
+                isinstance(leaf, Tensor) or _kind_of(leaf) != expected_type or not _equal(leaf, value)
             ):
                 return None
         return found

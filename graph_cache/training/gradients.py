@@ -19,8 +19,8 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.audit import storage_of
-from graph_cache.dispatch_mode import DispatchMode
+from graph_cache.guards.audit import storage_of
+from graph_cache.guards.dispatch_mode import DispatchMode
 
 storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes

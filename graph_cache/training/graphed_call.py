@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Memory
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import Reads
-from graph_cache.host_state import objects_with_tensors
+from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.code import Reads
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.search import objects_with_tensors
+from graph_cache.guards.torch_settings import NO_AUTOCAST
 from graph_cache.layout import copy_into, copy_of, distinct
-from graph_cache.namespaces import Namespace
 from graph_cache.runner import GraphRunner
 from graph_cache.shadow import Bytes, Whole, WrittenMemory
-from graph_cache.torch_settings import NO_AUTOCAST
 from graph_cache.training.attached import AttachedModule, is_data_parallel
 from graph_cache.training.call import (
     BackwardKey,

@@ -18,35 +18,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from graph_cache.addresses import AddressBook
-from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.backends.base import Backend
 from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.host_reads import (
-    Reads,
-    ReadTensors,
-    Watch,
-    gradient_hooks_of,
-    hooks_of,
-    iterators_read,
-    refused_reads,
-    unwatched_reads,
-)
-from graph_cache.host_state import ANY_CODE, HostState, objects_with_tensors, reachable
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.changes import HostState, ProcessState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.library_state import is_of_transformer_engine, precision_autocast
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.parametrizations import is_cached
+from graph_cache.guards.quantizers import Quantizers, refuse_new_quantizers
+from graph_cache.guards.refusals import iterators_read, refused_reads
+from graph_cache.guards.search import ANY_CODE, objects_with_tensors
+from graph_cache.guards.torch_settings import modes_active
+from graph_cache.guards.watch import ReadTensors, Watch, gradient_hooks_of, hooks_of
 from graph_cache.keys import CAPTURE_FAILED, STALE
 from graph_cache.layout import copy_into, copy_of, distinct, overlaps
-from graph_cache.library_state import is_of_transformer_engine, precision_autocast
-from graph_cache.namespaces import Namespace
-from graph_cache.parametrizations import is_cached
 from graph_cache.pool import GraphPool
-from graph_cache.process_state import ProcessState
-from graph_cache.quantizers import Quantizers, refuse_new_quantizers
 from graph_cache.runner import GraphRunner
 from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed
 from graph_cache.stats import CacheStats
-from graph_cache.torch_settings import modes_active
 from graph_cache.training.call import (
     CallKey,
     Result,
@@ -483,22 +477,18 @@ class CapturedIteration:
         hooks = TensorHooks(tensors)
         if self._compiled:  # compiled code bypasses the dispatcher, and profiling would compile it anew
             yield
-            found = state.changes(lambda tensor: True) if self._checks_attributes else []
-            seen.refusals = _describe_changes(found + process.changes())
+            changes = state.changes() if self._checks_attributes else []
+            seen.refusals = _describe_changes(changes + process.changes())
             seen.refusals += self._optimizers_on_host()
             if hooks.have_changed():
                 seen.refusals.append(TensorHooks.REFUSAL)
-            ran = Reads.of_calls(self._known_modules(), self._step)
-            namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=ran, names=ran.names_to_follow)
-            if self._checks_attributes:
-                seen.refusals += unwatched_reads(namespaces)
-            self._watch.leave_out(self._known_modules())
-            self._watch.add(namespaces, ran)
+            self._watch_reads(seen, objects, Reads.of_calls(self._known_modules(), self._step))
             self._observations[key] = seen
             return
         reads, audit = Reads(), StorageAudit()
         # Backwards run in this thread, where their code is observed. By itself, autograd uses a thread for each GPU.
-        with torch.autograd.set_multithreading_enabled(False), reads.observing(), audit:
+        observed = Observation(state, reads=reads, audit=audit)  # its effects stay: this is the call itself
+        with torch.autograd.set_multithreading_enabled(False), observed.running():
             yield
         device = self._pool.backend.device
         self._ran = (self._ran or Reads()).merged(reads)
@@ -541,19 +531,25 @@ class CapturedIteration:
             seen.refusals.append("runs in an autocast region that holds casts of weights from before the call")
         if self._watch.signature():  # the first run may create state that later runs only read
             self._watch.exclude(state.changed)
-        names = self._ran.names_to_follow
-        # Optimizers are left out: the signature holds their settings separately.
-        namespaces = reachable(self._host_roots(objects), without=(Optimizer,), ran=self._ran, names=names)
-        if self._checks_attributes:
-            seen.refusals += unwatched_reads(namespaces)
-        self._watch.leave_out(self._known_modules())
-        self._watch.add(namespaces, self._ran)
+        namespaces = self._watch_reads(seen, objects, self._ran)
         gradients = {storage._cdata for grad in self._gradients() if (storage := storage_of(grad)) is not None}
         seen.read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
         if len(self._observations) > 2 * MAX_WARMING:  # of forgotten signatures
             known = {key for key, _ in self._states}
             self._observations = {key: one for key, one in self._observations.items() if key in known}
         self._observations[key] = seen
+
+    def _watch_reads(self, seen: _Observation, objects: Sequence[Any], ran: Reads) -> Sequence[Namespace]:
+        """Watch what code may read of Python state, and return the state.
+
+        Optimizers are left out: the signature holds their settings separately.
+        """
+        namespaces, unwatched = read_by(self._host_roots(objects), ran, without=(Optimizer,))
+        if self._checks_attributes:
+            seen.refusals += unwatched
+        self._watch.leave_out(self._known_modules())
+        self._watch.add(namespaces, ran)
+        return namespaces
 
     def _optimizers_on_host(self) -> list[str]:
         """Return which optimizers a graph can't step, since they keep state in host memory."""
@@ -566,15 +562,17 @@ class CapturedIteration:
         ]
 
     def _host_state(self) -> HostState:
-        """Return the current Python state that a step must not change."""
+        """Return the current Python state, of the process too, that a step must not change."""
         if self._checks_attributes:
-            return self._whole_state()
-        return HostState([(f"{type(module).__name__}._buffers", module._buffers) for module in self._known_modules()])
+            return self._whole_state(process=True)
+        buffers = [(f"{type(module).__name__}._buffers", module._buffers) for module in self._known_modules()]
+        return HostState(buffers, ignored=self._generators, process=True)
 
-    def _whole_state(self, objects: Sequence[Any] = ()) -> HostState:
+    def _whole_state(self, objects: Sequence[Any] = (), process: bool = False) -> HostState:
         """Return the current Python state that is reachable, also from these arguments."""
         ran = ANY_CODE if self._ran is None else self._ran
-        return HostState(self._host_roots(objects), libraries=False, ignored=self._generators, ran=ran)
+        roots = self._host_roots(objects)
+        return HostState(roots, libraries=False, ignored=self._generators, ran=ran, process=process)
 
     def _host_roots(self, objects: Sequence[Any] = ()) -> list[tuple[str, Any]]:
         """Return the objects from which Python state is searched that the step reads or changes."""
@@ -625,9 +623,8 @@ class CapturedIteration:
         def body() -> None:
             self._refuse(seen.refusals)
             static_args, static_kwargs = unflatten_call(key, captured.inputs)
-            host_state, process = self._host_state(), ProcessState(self._generators)
             hooks = TensorHooks(captured.inputs)
-            try:
+            with Observation(self._host_state()) as seen_capture:
                 with (
                     torch.set_grad_enabled(key.grad),
                     modes_as(key.autocast, key.settings),
@@ -636,17 +633,12 @@ class CapturedIteration:
                     captured.result, captured.outputs = Result.of(self._step(*static_args, **static_kwargs))
                 if hooks.have_changed():
                     self._refuse([TensorHooks.REFUSAL])
-                if made := made_objects(captured.result.leaves, (host_state, static_args, static_kwargs)):
+                if made := made_objects(captured.result.leaves, (seen_capture.state, static_args, static_kwargs)):
                     self._refuse([f"returns a new {', '.join(made)}, and replays would return the same one"])
                 if kinds := objects_with_tensors(captured.result.leaves):
                     self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
-                self._refuse(_describe_changes(host_state.changes(lambda tensor: False) + process.changes()))
-            except BaseException:
-                host_state.restore()
-                raise
-            finally:
-                process.restore()
-            captured.stored = host_state.results
+                self._refuse(_describe_changes(seen_capture.changes(lambda tensor: False)))
+            captured.stored = seen_capture.state.results
 
         runner = GraphRunner(
             body, self._pool, statics=list, generators=self._generators, memory=self._memory, grad=True, checked=False
@@ -767,19 +759,20 @@ class CapturedIteration:
         def eager() -> list[Tensor | None]:
             inputs = _copies_of(key, tensors)
             args, kwargs = unflatten_call(key, inputs)
-            host_state, process = self._host_state(), ProcessState(self._generators)
             copies = {address: copy_of(grad) for address, grad in contents.items()}
             try:
                 for parameter, grad in zip(parameters, grads, strict=True):
                     parameter.grad = None if grad is None else copies[id(grad)]
-                with backend.on_capture_stream(), torch.set_grad_enabled(key.grad):
+                with (
+                    Observation(self._host_state()),
+                    backend.on_capture_stream(),
+                    torch.set_grad_enabled(key.grad),
+                ):
                     _, outputs = Result.of(self._step(*args, **kwargs))
                 left = [parameter.grad for parameter in parameters]
                 left += [inputs[index].grad for index, _ in captured.argument_grads]
                 return [None if one is None else copy_of(one) for one in (*outputs, *left)]
             finally:
-                host_state.restore()
-                process.restore()
                 for parameter, grad in zip(parameters, grads, strict=True):
                     parameter.grad = grad
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graph_cache.keys import IdentityKey
+from graph_cache.guards.values import key_of
 
 
 @contextmanager
@@ -33,22 +32,14 @@ def settings_of(optimizer: Optimizer) -> Hashable:
     """
     hooks = (vars(optimizer)["_optimizer_step_pre_hooks"], vars(optimizer)["_optimizer_step_post_hooks"])
     return (
-        IdentityKey(vars(optimizer).get("step")),
-        *[tuple((key, IdentityKey(hook)) for key, hook in registry.items()) for registry in hooks],
+        key_of(vars(optimizer).get("step")),
+        *[tuple((key, key_of(hook)) for key, hook in registry.items()) for registry in hooks],
         *[
-            (name, tuple(map(id, group[name])) if name == "params" else _constant(group[name]))
+            (name, tuple(map(id, group[name])) if name == "params" else key_of(group[name], contents=True))
             for group in optimizer.param_groups
             for name in sorted(group)
         ],
     )
-
-
-def _constant(value: Any) -> Hashable:
-    if isinstance(value, (list, tuple)):
-        return tuple([_constant(item) for item in value])
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return type(value), value
-    return IdentityKey(value)
 
 
 class OptimizerState(Mapping[str, Tensor]):

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from graph_cache.addresses import AddressBook
 from graph_cache.capture_state import CaptureState
-from graph_cache.host_reads import ReadTensors
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.watch import ReadTensors
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graph_cache.guards.library_state import is_of_transformer_engine
+from graph_cache.guards.parametrizations import uncached
+from graph_cache.guards.torch_settings import free_frames
+from graph_cache.guards.values import raw_bits
 from graph_cache.layout import distinct
-from graph_cache.library_state import is_of_transformer_engine
-from graph_cache.parametrizations import uncached
-from graph_cache.reference import raw_bits
 from graph_cache.shadow import (
     DIFFERS,
     EQUAL,
@@ -28,7 +29,6 @@ from graph_cache.shadow import (
     WrittenMemory,
     listed,
 )
-from graph_cache.torch_settings import free_frames
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.microbatch_graphs import CapturedCall

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.audit import StorageAudit, storage_of
 from graph_cache.errors import CaptureRefused
-from graph_cache.host_reads import (
-    Reads,
-    gradient_hooks_of,
-    is_own_class,
-    iterators_read,
-    refused_reads,
-    unwatched_reads,
-)
-from graph_cache.host_state import ANY_CODE, HostState, Ran, reachable
-from graph_cache.namespaces import Namespace
-from graph_cache.process_state import ProcessState
+from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.changes import HostState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.ownership import is_own_class
+from graph_cache.guards.refusals import iterators_read, refused_reads
+from graph_cache.guards.search import ANY_CODE, Ran
+from graph_cache.guards.watch import gradient_hooks_of
 from graph_cache.training.call import TENSOR
 from graph_cache.training.compiled import is_compiled
 
@@ -93,8 +90,8 @@ def refuse_side_effects(
     executed; `generators` are advanced by replays. Compiled code bypasses the dispatcher, so the audit stays empty.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
-    state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=ran)
-    process = ProcessState(generators)
+    known = Reads.of_calls(scope.modules()) if ran is None else ran  # compiled code was not observed
+    state = HostState(roots, ignored=(*ignored, *generators), gradients=True, ran=known, process=True)
     versions = [None if tensor.is_inference() else tensor._version for tensor in inputs]
     audit, compiled = _audit(device), _is_compiled(scope, ran)
     if ran is not None and (iterators := iterators_read(state.namespaces, ran.names)):
@@ -103,14 +100,10 @@ def refuse_side_effects(
         raise CaptureRefused(f"{name} reads the gradient of a tensor, which a replay would not read again")
     if found := refused_reads(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
-    try:
-        with nullcontext() if compiled else audit:
+    with Observation(state, audit=None if compiled else audit) as seen:
+        with seen.running():
             yield Forward(audit, state)
-        found = state.changes(lambda tensor: compiled or _was_used(tensor, audit.outside)) + process.changes()
-    finally:
-        state.restore()
-        process.restore()
-        audit.undo()
+        found = seen.changes(lambda tensor: compiled or _was_used(tensor, audit.outside))
     reasons = (
         [f"changes {', '.join(found)}: return it, or keep it in a buffer that is written in place"] if found else []
     )
@@ -178,29 +171,24 @@ def refuse_backward_changes(
     autograd.Functions in it; other arguments as in `refuse_side_effects`.
     """
     reads, compiled = Reads(), _is_compiled(scope, ran)
-    known: Ran | None = ran
+    known: Ran = Reads.of_calls(scope.modules()) if ran is None else ran
     if not compiled and ran is not None:
         if backward_ran is not None:
             known = ran.merged(backward_ran)
         elif any(map(is_own_class, functions)):
             known = ANY_CODE
-    state, audit = HostState(roots, ignored=ignored, ran=known), _audit(device)
-    try:
-        if compiled:
+    state = HostState(roots, ignored=ignored, ran=known)
+    seen = Observation(state) if compiled else Observation(state, reads=reads, audit=_audit(device))
+    # In this thread, where the code is observed. By itself, autograd uses a thread for each GPU.
+    one_thread = nullcontext() if compiled else torch.autograd.set_multithreading_enabled(False)
+    with seen:
+        with one_thread, seen.running():
             yield reads
-        else:
-            # In this thread, where the code is observed. By itself, autograd uses a thread for each GPU.
-            with torch.autograd.set_multithreading_enabled(False), audit, reads.observing():
-                yield reads
-        found = state.changes(lambda tensor: True)
-    finally:
-        state.restore()
-        audit.undo()
+        found = seen.changes()
     reasons = [f"changes {', '.join(found)}"] if found else []
-    reasons += refused_reads(reads, device) + audit.refusals(device, earlier=forward)
+    reasons += seen.refusals(reads, device, earlier=forward)
     if ran is not None and reads.own:
-        both = ran.merged(reads)
-        reasons += unwatched_reads(reachable(roots, ignored=ignored, ran=both, names=both.names_to_follow))
+        reasons += read_by(roots, ran.merged(reads), ignored=ignored)[1]
     if reasons:
         backward = f"the backward of {name}"
         raise CaptureRefused(f"{backward} {'; '.join(reasons)}. A replay would not repeat this")

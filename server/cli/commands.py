@@ -91,8 +91,8 @@ def tune(args: argparse.Namespace) -> int:
     With `--packed`, print the maximum number of packed sequences.
     """
     from graph_cache.buckets import default_ladder
-    from graph_cache.tuner import expected_padding
-    from graph_cache.tuner import tune as best_buckets
+    from graph_cache.tuning.tuner import expected_padding
+    from graph_cache.tuning.tuner import tune as best_buckets
     from server.cli.tune_packed import tune_packed
 
     if args.packed is not None:

@@ -44,8 +44,8 @@ def _object(pairs: list[tuple[str, Any]], source: str) -> dict[int, Any]:
 def tune_packed(args: argparse.Namespace, text: str) -> int:
     """Print the maximum with the least expected cost, and what other maxima would cost."""
     from graph_cache.errors import GraphConfigError
-    from graph_cache.packed_tuner import DEFAULT_EAGER_COST, histogram_of, packed_cost
-    from graph_cache.packed_tuner import tune_packed as best_maximum
+    from graph_cache.tuning.packed_tuner import DEFAULT_EAGER_COST, histogram_of, packed_cost
+    from graph_cache.tuning.packed_tuner import tune_packed as best_maximum
 
     for name in NOT_APPLICABLE:
         if getattr(args, name) is not None:

@@ -37,7 +37,7 @@ def test_a_frozen_weight_drops_the_graph(pool, device, kind):
         x = x[None]
         return (model(x) if kind == "recurrent" else model(x, x, x, need_weights=False))[0][0]
 
-    run = cache.graphed("model", fn, INPUT, buckets=(4,), watch=model)
+    run = cache.graphed("model", fn, INPUT, independent_rows=True, buckets=(4,), watch=model)
     x = torch.randn(4, 4, device=device)
     for _ in range(2):
         run(x=x)
@@ -57,7 +57,15 @@ def test_a_call_under_other_modes_than_the_capture_runs_eager(pool, device, mode
         return model(x).float() + torch.ones(4, device=x.device, dtype=torch.get_default_dtype())
 
     cache = cache_of(pool, device)
-    run = cache.graphed("model", fn, INPUT, buckets=(2, 4), watch=model, generators=[pool.backend.default_generator])
+    run = cache.graphed(
+        "model",
+        fn,
+        INPUT,
+        independent_rows=True,
+        buckets=(2, 4),
+        watch=model,
+        generators=[pool.backend.default_generator],
+    )
     x = torch.randn(3, 4, device=device)
     run(x=x)
     assert cache.stats.replays
@@ -102,7 +110,7 @@ def test_a_call_within_a_mode_that_changes_operations_runs_eager(pool, device, m
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(device)
     cache = cache_of(pool, device)
-    run = cache.graphed("model", model, {"input": INPUT["x"]}, buckets=(2, 4), watch=model)
+    run = cache.graphed("model", model, {"input": INPUT["x"]}, independent_rows=True, buckets=(2, 4), watch=model)
     x = torch.randn(3, 4, device=device)
     with torch.no_grad():
         plain = run(input=x)
@@ -123,7 +131,7 @@ def test_a_counter_multiplied_by_a_token_is_found_out(pool):
         return x * len(calls)
 
     cache = cache_of(pool, "cpu")
-    run = cache.graphed("counter", fn, TOKENS, buckets=(4,))
+    run = cache.graphed("counter", fn, TOKENS, independent_rows=True, buckets=(4,))
     run(x=torch.ones(4, dtype=torch.int64))
     assert cache.stats.failed_captures and not cache.stats.replays
 
@@ -145,7 +153,7 @@ ROWS = {
 @pytest.mark.parametrize("warm", [False, True])
 def test_results_that_padding_would_change_are_computed_without_padding(pool, device, name, warm):
     cache = cache_of(pool, device)
-    run = cache.graphed(name, ROWS[name], INPUT, buckets=(2, 4))
+    run = cache.graphed(name, ROWS[name], INPUT, independent_rows=True, buckets=(2, 4))
     if warm:
         cache.warm()
     for rows in (1, 3, 4):
@@ -167,7 +175,7 @@ def test_integers_of_other_rows_are_tried_on_a_cpu(pool, device, name):
     if device.type != "cpu":
         pytest.skip("an index out of range ends the use of a GPU")
     cache = cache_of(pool, device)
-    run = cache.graphed(name, INTEGER_ROWS[name], TOKENS, buckets=(2, 4))
+    run = cache.graphed(name, INTEGER_ROWS[name], TOKENS, independent_rows=True, buckets=(2, 4))
     for rows in (1, 3, 4):
         x = torch.randint(1, 8, (rows,))
         assert torch.equal(run(x=x), INTEGER_ROWS[name](x))
@@ -176,7 +184,7 @@ def test_integers_of_other_rows_are_tried_on_a_cpu(pool, device, name):
 
 def test_a_function_that_writes_to_its_input_runs_eager(pool, device):
     cache = cache_of(pool, device)
-    run = cache.graphed("adds", lambda x: x.add_(1) * 2, INPUT, buckets=(4,))
+    run = cache.graphed("adds", lambda x: x.add_(1) * 2, INPUT, independent_rows=True, buckets=(4,))
     for _ in range(3):
         x = torch.zeros(3, 4, device=device)
         assert torch.equal(run(x=x), torch.full_like(x, 2)) and torch.equal(x, torch.ones_like(x))
@@ -188,7 +196,7 @@ def test_a_model_switched_to_train_mode_gets_no_padding(pool, device):
     torch.manual_seed(0)
     model, eager = (nn.BatchNorm1d(4, device=device).eval() for _ in range(2))
     cache = cache_of(pool, device)
-    run = cache.graphed("norm", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    run = cache.graphed("norm", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 4), watch=model)
     for train, rows in ((False, 3), (True, 3), (True, 2), (False, 3), (False, 2)):
         model.train(train)
         eager.train(train)
@@ -209,7 +217,7 @@ def test_an_embedding_that_renormalises_its_weight_gets_no_padding(pool, device,
         return table(x.long().remainder(5))
 
     cache = cache_of(pool, device)
-    run = cache.graphed("embedding", fn, spec, buckets=(4,), watch=table)
+    run = cache.graphed("embedding", fn, spec, independent_rows=True, buckets=(4,), watch=table)
     x = torch.tensor([2, 4, 3], device=device)
     for _ in range(2):
         run(x=x if spec is TOKENS else x[:, None].expand(3, 4).float())
@@ -222,7 +230,7 @@ def test_an_embedding_that_renormalises_its_weight_gets_no_padding(pool, device,
 def test_a_constant_as_long_as_a_bucket_is_not_cut(pool, device, length, warm):
     table = torch.arange(float(length), device=device)
     cache = cache_of(pool, device)
-    run = cache.graphed("constant", lambda x: (x * 2, table + 1), INPUT, buckets=(2, 4))
+    run = cache.graphed("constant", lambda x: (x * 2, table + 1), INPUT, independent_rows=True, buckets=(2, 4))
     if warm:
         cache.warm()
     for rows in (3, 1, 2, 4, 5):
@@ -264,7 +272,7 @@ OTHER_ROWS = {
 def test_results_that_are_not_one_row_per_row_equal_eager(pool, device, name, buckets, warm):
     cache = cache_of(pool, device)
     LINEAR.to(device)
-    run = cache.graphed(name, OTHER_ROWS[name], INPUT, buckets=buckets)
+    run = cache.graphed(name, OTHER_ROWS[name], INPUT, independent_rows=True, buckets=buckets)
     if warm:
         cache.warm()
     for rows in (1, 3, 2, 4, 1, 2):
@@ -290,7 +298,7 @@ ONE_ROW_PER_ROW = {
 def test_independent_rows_replay_at_every_size(pool, device, name):
     cache = cache_of(pool, device)
     LINEAR.to(device)
-    run = cache.graphed(name, ONE_ROW_PER_ROW[name], INPUT, buckets=(2, 8))
+    run = cache.graphed(name, ONE_ROW_PER_ROW[name], INPUT, independent_rows=True, buckets=(2, 8))
     for rows in range(1, 9):
         x = torch.randn(rows, 4, device=device)
         with torch.no_grad():
@@ -301,7 +309,7 @@ def test_independent_rows_replay_at_every_size(pool, device, name):
 def test_complex_inputs_are_checked(pool, device):
     cache = cache_of(pool, device)
     spec = {"x": BufferSpec(("batch", 4), torch.complex64)}
-    run = cache.graphed("mean", lambda x: x - x.mean(0), spec, buckets=(4,))
+    run = cache.graphed("mean", lambda x: x - x.mean(0), spec, independent_rows=True, buckets=(4,))
     x = torch.randn(3, 4, device=device, dtype=torch.complex64)
     assert torch.equal(run(x=x), x - x.mean(0)) and not cache.stats.replays
 
@@ -314,7 +322,7 @@ def test_rows_that_cannot_be_checked_replay_without_padding_only(pool, device):
         return torch.linalg.cholesky(torch.diag_embed(1 - 1000 * x))
 
     cache = cache_of(pool, device)
-    run = cache.graphed("fn", fn, INPUT, buckets=(4,))
+    run = cache.graphed("fn", fn, INPUT, independent_rows=True, buckets=(4,))
     x = torch.full((4, 4), -1.0, device=device)
     for rows in (4, 3):
         assert torch.equal(run(x=x[:rows]), fn(x[:rows]))
@@ -341,7 +349,7 @@ def test_a_call_that_runs_eager_advances_the_generator_by_its_own_rows(pool, dev
     cache = GraphCache(config, device, pool=pool, capture_on_miss=reason != "not_captured")
     inputs = INPUT | ({"y": INPUT["x"]} if reason == "repeated_tensor" else {})
     buckets = (2,) if reason == "above_largest_bucket" else (2, 4)
-    run = cache.graphed("fn", fn, inputs, buckets=buckets, generators=[generator])
+    run = cache.graphed("fn", fn, inputs, independent_rows=True, buckets=buckets, generators=[generator])
     x = torch.randn(3, 4, device=device)
     given = dict.fromkeys(inputs, x)
     with Doubled() if reason == "other_modes" else contextlib.nullcontext():
@@ -365,7 +373,9 @@ def test_an_eager_call_gets_the_tensors_that_the_caller_gave(pool, device, outco
         return x[:, :2]
 
     cache = GraphCache(device=device, pool=pool, capture_on_miss=outcome != "not_captured")
-    run = cache.graphed("fn", fn, INPUT, buckets=(2,) if outcome == "above_largest_bucket" else (4,))
+    run = cache.graphed(
+        "fn", fn, INPUT, independent_rows=True, buckets=(2,) if outcome == "above_largest_bucket" else (4,)
+    )
     x = torch.randn(4, 3, device=device).t()[:3]
     for _ in range(2):
         result = run(x=x)
@@ -392,7 +402,7 @@ def test_a_refused_call_computes_with_the_strides_of_its_inputs(pool, device, la
         calls.append(None)  # refused
         return x * 2.0
 
-    run = cache_of(pool, device).graphed("model", fn, INPUT, buckets=(4,))
+    run = cache_of(pool, device).graphed("model", fn, INPUT, independent_rows=True, buckets=(4,))
     assert torch.equal(run(x=x), x * 2.0) and strides[0] == x.stride()
 
 
@@ -411,7 +421,7 @@ class Recurrent(nn.Module):
 def test_an_observed_run_of_a_composite_operation_is_in_its_autocast_region(pool, device):
     torch.manual_seed(0)
     model, x = Recurrent().to(device), torch.randn(4, 4, device=device)
-    run = cache_of(pool, device).graphed("model", model, INPUT, buckets=(4,), watch=model)
+    run = cache_of(pool, device).graphed("model", model, INPUT, independent_rows=True, buckets=(4,), watch=model)
     with torch.inference_mode():
         expected = model(x)
     assert torch.equal(run(x=x), expected)
@@ -430,7 +440,9 @@ def test_a_fused_attention_in_an_autocast_region_of_the_function_equals_eager(po
             return model(x, x, x, need_weights=False)[0] if layer == "attention" else model(x)
 
     cache = cache_of(pool, device)
-    run = cache.graphed("model", fn, {"x": BufferSpec(("batch", 3, 8), torch.float32)}, buckets=(2,), watch=model)
+    run = cache.graphed(
+        "model", fn, {"x": BufferSpec(("batch", 3, 8), torch.float32)}, independent_rows=True, buckets=(2,), watch=model
+    )
     for _ in range(4):
         x = torch.randn(2, 3, 8, device=device)
         with torch.inference_mode():
@@ -451,7 +463,9 @@ def test_a_refused_function_computes_on_lazy_inputs_as_eager_does(pool, device, 
         return model(x, x, x, need_weights=False)[0]
 
     cache = cache_of(pool, device)
-    run = cache.graphed("model", fn, {"x": BufferSpec(("batch", 3, 4), torch.float32)}, buckets=(4,), watch=model)
+    run = cache.graphed(
+        "model", fn, {"x": BufferSpec(("batch", 3, 4), torch.float32)}, independent_rows=True, buckets=(4,), watch=model
+    )
     for _ in range(20):
         x = torch.randn(2, 3, 4, device=device)
         x = torch.complex(x, x).conj().imag if kind == "negated" else x
@@ -475,7 +489,7 @@ LazyModule.__module__ = "transformer_engine.pytorch.module"
 def test_attributes_that_a_library_sets_at_its_first_call_are_not_other_modes(pool, device):
     model = LazyModule(4, 4).to(device).eval()
     cache = cache_of(pool, device)
-    run = cache.graphed("model", lambda x: model(x), INPUT, buckets=(4,), watch=model)
+    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,), watch=model)
     x = torch.randn(4, 4, device=device)
     with torch.inference_mode():
         for _ in range(4):
@@ -488,10 +502,59 @@ def test_a_cache_captures_and_replays_under_a_default_device(pool, device, defau
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(device)
     cache = cache_of(pool, device)
-    run = cache.graphed("model", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 4), watch=model)
     x = torch.randn(3, 4, device=device)
     with torch.device(device if default == "own" else "meta"):
         for _ in range(3):
             found = run(x=x)
     assert cache.stats.replays, reasons(cache)
     assert torch.equal(found, model(torch.cat([x, torch.zeros(1, 4, device=device)]))[:3])
+
+
+def test_rows_that_are_not_declared_independent_are_never_padded(pool, device):
+    cache = cache_of(pool, device)
+    run = cache.graphed("scale", lambda x: x * 2, INPUT, buckets=(2, 4))
+    for rows in (1, 2, 3, 4, 5):
+        x = torch.randn(rows, 4, device=device)
+        assert torch.equal(run(x=x), x * 2)
+        assert cache.plan("scale", rows).is_graph is (rows in (2, 4))
+    assert reasons(cache) == {"unchecked_rows", "above_largest_bucket"}
+    assert cache.plan("scale", 3).reason == "unchecked_rows"
+    assert {labels[3] for labels in cache.stats.replays} == {2, 4} and sum(cache.stats.replays.values()) == 2
+
+
+def test_rows_that_depend_on_each_other_may_replay_where_nothing_is_padded(pool, device):
+    cache = cache_of(pool, device)
+    run = cache.graphed("mean", lambda x: x - x.mean(0), INPUT, buckets=(2, 4))
+    for rows in (2, 4, 3, 2):
+        x = torch.randn(rows, 4, device=device)
+        assert torch.equal(run(x=x), x - x.mean(0))
+    assert sum(cache.stats.replays.values()) == 3
+
+
+def test_a_shadow_check_changes_the_padding(pool, device):
+    """The rows of noise, with which the declaration is checked at the capture, have no such values."""
+
+    def fn(x):
+        return torch.where(x[:, :1] > 50, x + x.amin(), x)
+
+    cache = cache_of(pool, device)
+    run = cache.graphed("rare", fn, INPUT, independent_rows=True, buckets=(4,))
+    x = torch.rand(3, 4, device=device) + 60
+    for _ in range(3):
+        found = run(x=x)
+    assert torch.equal(found, fn(x)) and reasons(cache) == {"capture_failed"}
+    assert "with other padding" in cache.stats.failures["rare"]
+
+
+def test_padding_that_nothing_depends_on_is_changed_without_a_difference(pool, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device).eval()
+    cache = GraphCache(GraphConfig(shadow_check_share=1.0), device, pool=pool)
+    run = cache.graphed("model", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,), watch=model)
+    for rows in (3, 1, 2, 4, 3):
+        x = torch.randn(rows, 4, device=device)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x=x), model(x))
+    assert sum(cache.stats.replays.values()) == 5 and not cache.stats.shadow_mismatches
+    assert cache.stats.shadow_checks["model", "decode", "equal"] >= 1

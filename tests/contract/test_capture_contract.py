@@ -42,7 +42,11 @@ def padded(model, x, bucket):
 def graphed_net(pool, device, buckets=(1, 2, 4, 8), **options):
     model = net(device)
     cache = GraphCache(pool=pool, **options)
-    return model, cache, cache.graphed("net", lambda x: model(x), INPUT, buckets=buckets, watch=model)
+    return (
+        model,
+        cache,
+        cache.graphed("net", lambda x: model(x), INPUT, independent_rows=True, buckets=buckets, watch=model),
+    )
 
 
 def test_replay_equals_eager_bit_for_bit_with_buckets_interleaved(pool, device):
@@ -94,7 +98,7 @@ def test_memory_follows_the_largest_graph_in_every_warm_up_order(device):
     for capture in ("full", "background", "lazy"):
         pool = GraphPool(backend_for(device))
         cache = GraphCache(pool=pool, capture_on_miss=capture == "lazy")
-        run = cache.graphed("wide", wide, INPUT, buckets=sizes)
+        run = cache.graphed("wide", wide, INPUT, independent_rows=True, buckets=sizes)
         if capture == "full":
             cache.warm()
         while capture == "background" and cache.warm_next():
@@ -103,7 +107,7 @@ def test_memory_follows_the_largest_graph_in_every_warm_up_order(device):
             run(x=torch.randn(size, WIDTH, device=device))
         alone = GraphPool(backend_for(device))
         largest = GraphCache(pool=alone)
-        largest.graphed("wide", wide, INPUT, buckets=(128,))
+        largest.graphed("wide", wide, INPUT, independent_rows=True, buckets=(128,))
         largest.warm()
         assert cache.warm_ratio() == 1.0
         assert largest.pool_bytes > 0
@@ -114,7 +118,11 @@ def test_largest_bucket_is_captured_first_also_on_a_miss(pool, device):
     ran = mock.Mock()  # called with the rows of each run of the callable, and whether a capture makes it
     cache = GraphCache(pool=pool)
     run = cache.graphed(
-        "double", lambda x: (ran(len(x), pool.warming or pool.capturing), x * 2)[1], INPUT, buckets=(1, 2, 4, 8)
+        "double",
+        lambda x: (ran(len(x), pool.warming or pool.capturing), x * 2)[1],
+        INPUT,
+        independent_rows=True,
+        buckets=(1, 2, 4, 8),
     )
     run(x=torch.randn(1, WIDTH, device=device))
     assert list(dict.fromkeys(call.args[0] for call in ran.mock_calls if call.args[1])) == [8, 1]
@@ -154,7 +162,7 @@ def test_graphs_off_runs_eager_with_a_reason(pool, device):
     model = net(device)
     config = GraphConfig(inference_scope="none")
     cache = GraphCache(config, pool=pool)
-    run = cache.graphed("net", lambda x: model(x), INPUT, buckets=(4,))
+    run = cache.graphed("net", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,))
     cache.warm()
     run(x=torch.randn(2, WIDTH, device=device))
     assert cache.stats.fallbacks == {("net", "decode", "graphs_off"): 1}
@@ -245,7 +253,7 @@ def test_a_failed_capture_leaves_the_process_healthy_and_eager(pool, device, bro
         return y
 
     cache = GraphCache(pool=pool)
-    run = cache.graphed("broken", fn, INPUT, buckets=(4,))
+    run = cache.graphed("broken", fn, INPUT, independent_rows=True, buckets=(4,))
     x = torch.randn(2, WIDTH, device=device)
     with torch.no_grad():
         assert torch.equal(run(x=x), model(x))  # without padding
@@ -256,7 +264,7 @@ def test_a_failed_capture_leaves_the_process_healthy_and_eager(pool, device, bro
     assert cache.stats.fallbacks == {("broken", "decode", "capture_failed"): 1}
     assert cache.table()[0]["state"] == "failed"
     assert not pool.backend.is_capturing()
-    other = cache.graphed("healthy", lambda x: model(x), INPUT, buckets=(4,))
+    other = cache.graphed("healthy", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,))
     assert torch.equal(other(x=x), padded(model, x, 4))
     assert cache.stats.replays == {("healthy", "block", "decode", 4): 1}
 
@@ -265,12 +273,12 @@ def test_a_failed_capture_leaves_live_graphs_and_their_pool_alone(pool, device):
     model, cache, run = graphed_net(pool, device)
     cache.warm()
     before = cache.pool_bytes
-    broken = cache.graphed("broken", lambda x: x * x.sum().item(), INPUT, buckets=(8,))
+    broken = cache.graphed("broken", lambda x: x * x.sum().item(), INPUT, independent_rows=True, buckets=(8,))
     x = torch.randn(8, WIDTH, device=device)
     broken(x=x)
     assert cache.stats.failed_captures == {("broken", "block"): 1}
     assert torch.equal(run(x=x), padded(model, x, 8))
-    more = cache.graphed("more", lambda x: model(x) * 2, INPUT, buckets=(8,), watch=model)
+    more = cache.graphed("more", lambda x: model(x) * 2, INPUT, independent_rows=True, buckets=(8,), watch=model)
     assert torch.equal(more(x=x), padded(model, x, 8) * 2)
     assert torch.equal(run(x=x), padded(model, x, 8))
     assert cache.stats.replays["more", "block", "decode", 8] == 1
@@ -478,7 +486,7 @@ def test_outputs_of_any_shape_come_back_by_structure(pool, device):
     def fn(x):
         return {"rows": x * 2, "total": x.sum(), "pair": (x[:, 0], x.t().contiguous())}
 
-    run = cache.graphed("tree", fn, INPUT, buckets=(4,))
+    run = cache.graphed("tree", fn, INPUT, independent_rows=True, buckets=(4,))
     x = torch.randn(4, WIDTH, device=device)
     for _ in range(2):
         result = run(x=x)

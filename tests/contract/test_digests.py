@@ -19,7 +19,7 @@ def digests_of(cache):
 
 def warm_cache(pool, function, watch=None):
     cache = GraphCache(pool=pool)
-    cache.graphed("function", function, INPUT, buckets=(2, 4), watch=watch)
+    cache.graphed("function", function, INPUT, independent_rows=True, buckets=(2, 4), watch=watch)
     cache.warm()
     return cache
 
@@ -86,5 +86,5 @@ def test_a_pair_of_training_graphs_has_a_digest_that_a_recapture_repeats(pool, d
 
 def test_a_key_that_has_no_graph_has_no_digest(pool, device, model):
     cache = GraphCache(pool=pool)
-    cache.graphed("function", lambda x: model(x), INPUT, buckets=(2, 4), watch=model)
+    cache.graphed("function", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 4), watch=model)
     assert set(digests_of(cache).values()) == {""}

@@ -107,3 +107,10 @@ def test_a_capture_refused_within_a_repr_leaves_autocast_as_it_was():
         assert not torch.is_autocast_enabled("cpu")
     finally:
         torch.set_autocast_enabled("cpu", False)
+
+
+def test_a_refused_capture_around_compiled_code_leaves_no_trace_in_python_state():
+    """Compiled code is not observed, so the state that it may change is found by the names in its source."""
+    program = Program(api="attach", blocks=(Block(kind="elsewhere"), Block(kind="compiled")), steps=(Step(), Step()))
+    verdict = check(program, torch.device("cpu"))
+    assert verdict.kind == EQUAL and verdict.reasons["capture_failed"], verdict.difference

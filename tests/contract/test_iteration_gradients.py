@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graph_cache.audit import StorageAudit
+from graph_cache.guards.audit import StorageAudit
 from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, OtherThread, assert_same, batches, iteration_of, mlp, twins
 

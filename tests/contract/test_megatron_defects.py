@@ -20,7 +20,7 @@ def wide(x):
 
 def test_2_graphs_captured_after_a_suspend_share_the_same_pool(pool, device):
     cache = GraphCache(pool=pool)
-    run = cache.graphed("wide", wide, INPUT, buckets=(1, 2, 4, 8))
+    run = cache.graphed("wide", wide, INPUT, independent_rows=True, buckets=(1, 2, 4, 8))
     cache.warm()
     memory, together = pool.memory, cache.pool_bytes
     cache.clear()
@@ -35,9 +35,9 @@ def test_2_graphs_captured_after_a_suspend_share_the_same_pool(pool, device):
 def test_3_a_shape_first_seen_after_capture_is_captured_or_eager_and_never_an_error(pool, device, capture_on_miss):
     model = net(device)
     cache = GraphCache(pool=pool, capture_on_miss=capture_on_miss)
-    cache.graphed("first", lambda x: model(x), INPUT, buckets=(4,), watch=model)
+    cache.graphed("first", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,), watch=model)
     cache.warm()
-    run = cache.graphed("later", lambda x: model(x), INPUT, buckets=(2, 8), watch=model)
+    run = cache.graphed("later", lambda x: model(x), INPUT, independent_rows=True, buckets=(2, 8), watch=model)
     x = torch.randn(8, WIDTH, device=device)
     with torch.inference_mode():
         assert torch.equal(run(x=x), model(x))
@@ -109,7 +109,7 @@ def test_6_a_capture_that_raises_restores_the_flags_and_the_current_stream(pool,
 def test_7_a_replay_of_a_kept_plan_builds_no_metadata(pool, device, monkeypatch):
     model = net(device)
     cache = GraphCache(pool=pool)
-    cache.graphed("net", lambda x: model(x), INPUT, buckets=(4,), watch=model)
+    cache.graphed("net", lambda x: model(x), INPUT, independent_rows=True, buckets=(4,), watch=model)
     cache.warm()
     plan = cache.plan("net", 4)
     built = []
@@ -128,12 +128,12 @@ def test_7_a_replay_of_a_kept_plan_builds_no_metadata(pool, device, monkeypatch)
 
 def test_8_outputs_are_shared_by_buckets_and_layers(pool, device):
     cache = GraphCache(pool=pool)
-    cache.graphed("wide", wide, INPUT, buckets=(1, 2, 4, 8, 16))
+    cache.graphed("wide", wide, INPUT, independent_rows=True, buckets=(1, 2, 4, 8, 16))
     cache.warm()
     x, *outputs = cache.sites["wide"].static_tensors(16)
     assert [tuple(output.shape) for output in outputs] == [(16, WIDTH)]
     alone = GraphCache(pool=type(pool)(pool.backend))
-    alone.graphed("wide", wide, INPUT, buckets=(16,))
+    alone.graphed("wide", wide, INPUT, independent_rows=True, buckets=(16,))
     alone.warm()
     assert cache.pool_bytes <= 1.3 * alone.pool_bytes
 
@@ -194,7 +194,7 @@ def cached_step(device, pages=5, page=4):
 def test_12_recapturing_leaves_the_kv_cache_of_live_requests_alone(pool, device, way):
     kv, specs, step = cached_step(device)
     cache = GraphCache(pool=pool)
-    run = cache.graphed("step", step, specs, buckets=(1, 2, 4), watch={"kv": kv})
+    run = cache.graphed("step", step, specs, independent_rows=True, buckets=(1, 2, 4), watch={"kv": kv})
     cache.warm()
     first = torch.randn(2, WIDTH, device=device)
     slots = torch.tensor([4, 8], device=device)  # page 0 is the scratch page for padding
@@ -219,7 +219,7 @@ def test_12_recapturing_leaves_the_kv_cache_of_live_requests_alone(pool, device,
 def test_12_a_capture_in_the_middle_of_serving_leaves_the_loaded_step_alone(pool, device):
     kv, specs, step = cached_step(device)
     cache = GraphCache(pool=pool, capture_on_miss=True)
-    cache.graphed("step", step, specs, buckets=(2, 4), watch={"kv": kv})
+    cache.graphed("step", step, specs, independent_rows=True, buckets=(2, 4), watch={"kv": kv})
     buffers = cache.sites["step"].buffers
     x = torch.randn(1, WIDTH, device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
@@ -233,7 +233,7 @@ def test_12_a_capture_in_the_middle_of_serving_leaves_the_loaded_step_alone(pool
 def test_a_manifest_survives_clear(pool, device, tmp_path):
     manifest = Manifest(tmp_path / "used.json", "model")
     cache = GraphCache(pool=pool, manifest=manifest)
-    run = cache.graphed("wide", wide, INPUT, buckets=(1, 2, 4, 8))
+    run = cache.graphed("wide", wide, INPUT, independent_rows=True, buckets=(1, 2, 4, 8))
     for rows in (2, 2, 2, 1):
         run(x=torch.randn(rows, WIDTH, device=device))
     cache.clear()

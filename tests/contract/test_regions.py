@@ -69,7 +69,12 @@ def test_the_graphs_of_a_pool_replay_after_its_memory_was_released(device):
         return (x[:, None, :] * constant[None]).sum(1) @ weight
 
     call = cache.graphed(
-        "f", body, {"x": BufferSpec((BATCH, 1024), torch.float32)}, buckets=[4], watch={"weight": weight}
+        "f",
+        body,
+        {"x": BufferSpec((BATCH, 1024), torch.float32)},
+        independent_rows=True,
+        buckets=[4],
+        watch={"weight": weight},
     )
     x = torch.randn(4, 1024, device=device)
     expected = call(x)

@@ -31,7 +31,9 @@ def named(index, device):
 @pytest.mark.parametrize("warm", [True, False])
 def test_each_thread_gets_the_results_of_its_own_call(pool, device, warm):
     cache = GraphCache(device=device, pool=pool)
-    run = cache.graphed("model", lambda x: (x * 2, {"more": x.cumsum(1)}), INPUT, buckets=(1, 2, 4))
+    run = cache.graphed(
+        "model", lambda x: (x * 2, {"more": x.cumsum(1)}), INPUT, independent_rows=True, buckets=(1, 2, 4)
+    )
     if warm:
         cache.warm()
 
@@ -49,7 +51,7 @@ def test_each_thread_gets_the_results_of_its_own_call(pool, device, warm):
 def test_threads_of_several_functions_of_one_pool_do_not_meet(pool, device):
     caches = [GraphCache(device=device, pool=pool) for _ in range(2)]
     runs = [
-        cache.graphed(name, lambda x, by=by: (x * by).sin() + x, INPUT, buckets=(4, 8))
+        cache.graphed(name, lambda x, by=by: (x * by).sin() + x, INPUT, independent_rows=True, buckets=(4, 8))
         for cache in caches
         for by, name in enumerate(("first", "second"), 2)
     ]
@@ -63,7 +65,7 @@ def test_threads_of_several_functions_of_one_pool_do_not_meet(pool, device):
 
 def test_a_graph_may_be_dropped_while_other_threads_call(pool, device):
     cache = GraphCache(device=device, pool=pool)
-    run = cache.graphed("model", lambda x: x * 3, INPUT, buckets=(2, 8))
+    run = cache.graphed("model", lambda x: x * 3, INPUT, independent_rows=True, buckets=(2, 8))
 
     def call(index):
         if index % 50 == 7:
@@ -83,7 +85,7 @@ def test_functions_that_are_never_captured_run_at_the_same_time(pool, device):
             meet.wait()
         return x + 1
 
-    run = GraphCache(device=device, pool=pool).graphed("model", fn, INPUT, buckets=(8,))
+    run = GraphCache(device=device, pool=pool).graphed("model", fn, INPUT, independent_rows=True, buckets=(8,))
     run(x=named(1, device))
     assert all(in_threads(lambda index: torch.equal(run(x=named(index, device)), named(index, device) + 1), 2, 2))
 
@@ -94,7 +96,9 @@ def test_calls_on_different_streams_do_not_meet(pool, device):
         pytest.skip("there are no streams")
     weight = torch.eye(1024, device=device)
     spec = {"x": BufferSpec((BATCH, 1024), torch.float32)}
-    run = GraphCache(device=device, pool=pool).graphed("model", lambda x: x @ weight @ weight, spec, buckets=(1024,))
+    run = GraphCache(device=device, pool=pool).graphed(
+        "model", lambda x: x @ weight @ weight, spec, independent_rows=True, buckets=(1024,)
+    )
 
     def call(index):
         with torch.cuda.stream(torch.cuda.Stream(device)):

@@ -224,7 +224,12 @@ def test_warming_a_cache_leaves_a_watched_batch_norm_as_it_was(pool, device):
     before = {name: value.clone() for name, value in graphed.state_dict().items()}
     cache = GraphCache(device=device, pool=pool)
     run = cache.graphed(
-        "norm", lambda x: graphed(x), {"x": BufferSpec(("batch", WIDTH), torch.float32)}, buckets=(4, 8), watch=graphed
+        "norm",
+        lambda x: graphed(x),
+        {"x": BufferSpec(("batch", WIDTH), torch.float32)},
+        independent_rows=True,
+        buckets=(4, 8),
+        watch=graphed,
     )
     cache.warm()
     assert all(torch.equal(value, before[name]) for name, value in graphed.state_dict().items())

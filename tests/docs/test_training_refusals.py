@@ -14,22 +14,17 @@ PAGE = (ROOT / "docs/refusals.md").read_text("utf-8")
 SOURCES = [
     *(ROOT / "graph_cache/training").glob("*.py"),
     *(ROOT / "graph_cache/backends").glob("*.py"),
-    ROOT / "graph_cache/audit.py",
-    ROOT / "graph_cache/torch_settings.py",
-    ROOT / "graph_cache/host_reads.py",
-    ROOT / "graph_cache/quantizers.py",
+    ROOT / "graph_cache/guards/audit.py",
+    ROOT / "graph_cache/guards/torch_settings.py",
+    ROOT / "graph_cache/guards/refusals.py",
+    ROOT / "graph_cache/guards/quantizers.py",
 ]
 NAMING = {  # functions that return texts
     "host_read_refusal",
     "_describe_changes",
-    "outside_reads",
     "_refused_host_memory",
     "higher_order_refusal",
-    "seeds_given",
-    "generator_state_read",
     "unwatched_reads",
-    "tensor_facts_read",
-    "refused_compiled_code",
     "_optimizers_on_host",
 }
 COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD", "REFUSAL"}  # reasons that are raised elsewhere

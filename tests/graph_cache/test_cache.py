@@ -33,7 +33,7 @@ INPUT = {"x": BufferSpec((BATCH, WIDTH), torch.float32)}
 
 def graphed(fn, buckets=(2, 4), inputs=INPUT, name="fn", **options):
     cache = GraphCache(**{key: options.pop(key) for key in ("config", "capture_on_miss", "manifest") if key in options})
-    return cache, cache.graphed(name, fn, inputs, buckets=buckets, **options)
+    return cache, cache.graphed(name, fn, inputs, independent_rows=True, buckets=buckets, **options)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_misspelt_argument_names_the_nearest(call, named):
 def test_names_of_sites_are_unique():
     cache, _ = graphed(lambda x: x)
     with pytest.raises(GraphConfigError, match="registered already"):
-        cache.graphed("fn", lambda x: x, INPUT, buckets=(1,))
+        cache.graphed("fn", lambda x: x, INPUT, independent_rows=True, buckets=(1,))
 
 
 class Doubling:
@@ -172,7 +172,7 @@ def test_a_key_with_a_graph_is_not_captured_again():
 
 def test_invalidating_one_site_leaves_the_others():
     cache, _ = graphed(lambda x: x + 1)
-    cache.graphed("other", lambda x: x * 2, INPUT, buckets=(2,))
+    cache.graphed("other", lambda x: x * 2, INPUT, independent_rows=True, buckets=(2,))
     cache.warm()
     assert cache.invalidate("reload", "fn") == 2
     assert cache.plan("other", 2).is_graph and not cache.plan("fn", 2).is_graph
@@ -400,7 +400,7 @@ def test_two_caches_share_one_pool_and_its_memory():
         return (x[:, :, None] * torch.ones(512)).cumsum(2).sum(2)
 
     caches = [GraphCache(pool=pool), GraphCache(pool=pool)]
-    runs = [cache.graphed("fn", wide, INPUT, buckets=(4,)) for cache in caches]
+    runs = [cache.graphed("fn", wide, INPUT, independent_rows=True, buckets=(4,)) for cache in caches]
     x = torch.randn(4, WIDTH)
     assert torch.equal(runs[0](x=x), runs[1](x=x))
     assert caches[0].pool_bytes == caches[1].pool_bytes == pool.nbytes() > 0
@@ -474,7 +474,9 @@ def test_rows_are_checked_once_also_if_the_callable_rejects_the_checks_inputs():
         return x * 2
 
     cache = GraphCache(GraphConfig(inference_scope="none"))
-    doubled = cache.graphed("double", double, {"x": BufferSpec(("batch", 3), torch.float32)}, buckets=(2, 4))
+    doubled = cache.graphed(
+        "double", double, {"x": BufferSpec(("batch", 3), torch.float32)}, independent_rows=True, buckets=(2, 4)
+    )
     doubled(x=torch.ones(4, 3))
     checks = len(calls)
     for _ in range(5):
@@ -514,7 +516,12 @@ def test_a_call_checks_what_its_own_site_watches_and_leaves_the_rest_to_the_othe
         weights[name] = {"w": torch.full((4,), 2.0)}
         spec = {"x": BufferSpec(("batch", 4), torch.float32)}
         runs[name] = cache.graphed(
-            name, lambda x, name=name: x * weights[name]["w"], spec, buckets=(2,), watch=weights[name]
+            name,
+            lambda x, name=name: x * weights[name]["w"],
+            spec,
+            independent_rows=True,
+            buckets=(2,),
+            watch=weights[name],
         )
     cache.warm()
     weights["two"]["w"] = torch.full((4,), 3.0)

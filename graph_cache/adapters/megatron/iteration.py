@@ -24,7 +24,7 @@ from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLo
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
 from graph_cache.cpu_threads import ThreadTuner
 from graph_cache.errors import GraphConfigError, GraphError
-from graph_cache.keys import IdentityKey
+from graph_cache.guards.values import key_of
 from graph_cache.pool import GraphPool
 from graph_cache.stats import CacheStats
 from graph_cache.training.iteration import CapturedIteration
@@ -292,20 +292,7 @@ def _configs(chunks: Iterable[nn.Module]) -> list[Any]:
 
 
 def _settings_key(values: Mapping[str, Any], excluded: Sequence[str] = ()) -> tuple:
-    return tuple([(name, _comparable(value)) for name, value in values.items() if name not in excluded])
-
-
-def _comparable(value: Any) -> Any:
-    """Return the value's part of a key: scalars with their types (1 is not True), containers by their current contents,
-    any other object by identity."""
-    value_type = type(value)
-    if value_type in SCALARS:
-        return value_type, value
-    if value_type in (list, tuple):
-        return value_type, tuple([_comparable(one) for one in value])
-    if value_type is dict:
-        return value_type, tuple([(key, _comparable(one)) for key, one in value.items()])
-    return IdentityKey(value)
+    return tuple([(name, key_of(value, contents=True)) for name, value in values.items() if name not in excluded])
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

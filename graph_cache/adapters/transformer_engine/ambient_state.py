@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
-from graph_cache.library_state import precision_autocast, weight_update_flag
-from graph_cache.quantizers import Quantizers, refuse_new_quantizers
+from graph_cache.guards.library_state import precision_autocast, weight_update_flag
+from graph_cache.guards.quantizers import Quantizers, refuse_new_quantizers
 
 FIRST_MICROBATCH = "is_first_microbatch"  # Megatron sets it on modules to requantize cached weights
 CACHE_DISABLED = "disable_parameter_transpose_cache"

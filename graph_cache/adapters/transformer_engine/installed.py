@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from graph_cache.adapters.transformer_engine.maker import CapturePlan, Precision
 from graph_cache.backends.cuda import REFUSALS, CudaMemory
 from graph_cache.errors import CaptureError, GraphConfigError
-from graph_cache.library_state import weight_update_flag
-from graph_cache.quantizers import Quantizers
+from graph_cache.guards.library_state import weight_update_flag
+from graph_cache.guards.quantizers import Quantizers
 from graph_cache.training.capture_context import CaptureContext
 
 logger = logging.getLogger(__name__)

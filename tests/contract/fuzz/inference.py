@@ -47,7 +47,9 @@ def run_inference(
             if has_ids:
                 specs["ids"] = BufferSpec(("batch",), torch.int64)
             try:
-                call = cache.graphed("model", function, specs, buckets=BUCKETS, watch=model, generators=generators)
+                call = cache.graphed(
+                    "model", function, specs, independent_rows=True, buckets=BUCKETS, watch=model, generators=generators
+                )
             except GraphConfigError as error:  # parameters without a shape
                 outcome.reasons[f"raised: {str(error)[:60]}"] += 1
                 outcome.log.add("refused", None)

@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from graph_cache import addresses, function_state, host_reads, host_state
+from graph_cache.guards import addresses, changes, function, watch
 from graph_cache.training import call, side_effects
 
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "addresses": lambda: mock.patch.object(addresses.AddressBook, "unchanged", lambda *args, **kwargs: True),
     "geometry": lambda: mock.patch.object(addresses, "_GEOMETRY", ()),
-    "python_state": lambda: mock.patch.object(host_state.HostState, "changes", lambda *args: []),
-    "watched_values": lambda: mock.patch.object(host_reads.Watch, "signature", lambda self: ()),
+    "python_state": lambda: mock.patch.object(changes.HostState, "changes", lambda *args, **options: []),
+    "watched_values": lambda: mock.patch.object(watch.Watch, "signature", lambda self: ()),
     "numbers": lambda: mock.patch.object(side_effects, "constant_numbers", lambda module: []),
     "autocast": lambda: mock.patch.object(call, "autocast_state", lambda: (None, None)),
-    "modes": lambda: mock.patch.object(function_state.FunctionState, "current", lambda self: None),
+    "modes": lambda: mock.patch.object(function.FunctionState, "current", lambda self: None),
 }
 
 

@@ -113,7 +113,9 @@ def test_a_replay_follows_rows_padding_and_weights(device: str) -> None:
     layer = make_layer(device)
     cache = GraphCache(pool=GraphPool(backend_for(torch.device(device))))
     inputs = {"x": BufferSpec(("batch", HIDDEN), torch.float32), "valid": BufferSpec(("batch",), torch.bool)}
-    run = cache.graphed("moe", lambda x, valid: layer(x, valid), inputs, buckets=(4, 16), watch=layer)
+    run = cache.graphed(
+        "moe", lambda x, valid: layer(x, valid), inputs, independent_rows=True, buckets=(4, 16), watch=layer
+    )
     cache.warm()
     for rows in (16, 3, 1, 4, 9, 2):
         x, valid = torch.randn(rows, HIDDEN, device=device), torch.rand(rows, device=device) > 0.2

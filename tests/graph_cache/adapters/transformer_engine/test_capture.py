@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.adapters.transformer_engine.maker import Precision
 from graph_cache.adapters.transformer_engine.order import GraphSlots
-from graph_cache.quantizers import Quantizers
+from graph_cache.guards.quantizers import Quantizers
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
 from tests.graph_cache.adapters.transformer_engine.te_stack import (
     ONE_AT_A_TIME,

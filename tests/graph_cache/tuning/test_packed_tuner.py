@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.packed_tuner import histogram_of, packed_cost, tune_packed
+from graph_cache.tuning.packed_tuner import histogram_of, packed_cost, tune_packed
 
 histograms = st.dictionaries(st.integers(1, 40), st.integers(1, 500), min_size=1, max_size=12)
 costs = st.one_of(st.integers(0, 200), st.fractions(0, 200, max_denominator=7))

@@ -12,24 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.addresses import AddressBook
-from graph_cache.audit import StorageAudit, storage_of
-from graph_cache.host_reads import (
-    Reads,
-    ReadTensors,
-    Versions,
-    hooks_of,
-    iterators_read,
-    refused_reads,
-    unwatched_reads,
-)
-from graph_cache.host_state import ANY_CODE, HostState, reachable
-from graph_cache.library_state import is_of_transformer_engine, precision_autocast
-from graph_cache.namespaces import Namespace
-from graph_cache.parametrizations import caches, is_cached
-from graph_cache.process_state import ProcessState
-from graph_cache.quantizers import Quantizers
-from graph_cache.torch_settings import autocast_state, settings
+from graph_cache.guards.addresses import AddressBook
+from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.changes import HostState
+from graph_cache.guards.code import Reads
+from graph_cache.guards.library_state import is_of_transformer_engine, precision_autocast
+from graph_cache.guards.namespaces import Namespace
+from graph_cache.guards.observation import Observation, read_by
+from graph_cache.guards.parametrizations import caches, is_cached
+from graph_cache.guards.quantizers import Quantizers
+from graph_cache.guards.refusals import iterators_read
+from graph_cache.guards.search import ANY_CODE
+from graph_cache.guards.torch_settings import autocast_state, settings
+from graph_cache.guards.watch import ReadTensors, Versions, hooks_of
 
 
 class FunctionState:
@@ -96,71 +91,51 @@ class FunctionState:
         All memory, generators and Python state are as before afterwards, except if Python state changed and `keeps`.
         `inputs` are the tensors, by name, that the run reads and must not write.
         """
-        kept, result, reasons, namespaces, audit = self._observe(run, keeps)
-        reasons += [f"writes to its input {name}: return the result" for name in _written(inputs, audit)]
+        audit, reads = StorageAudit(saves=True), Reads()
+        seen = Observation(
+            self._state(ANY_CODE if self._ran is None else self._ran),
+            reads=reads,
+            audit=audit,
+            generators=(torch.default_generator, *self._generators),
+        )
+        seen.kept = keeps  # this is the call itself, also if it raises
+        with seen, self._versions.extended() as versions:
+            with seen.running():
+                result = run()
+            self._ran = ran = (self._ran or Reads()).merged(reads)
+            changed = seen.changes()
+            namespaces, unwatched = read_by(self._roots, ran, ignored=self._generators)
+            iterators = iterators_read(namespaces, ran.names)
+            seen.kept = keeps and bool(changed or iterators or unwatched)  # another run would change these again
+            reasons = [f"changes {', '.join(changed)}"] if changed else []
+            reasons += [f"may read the iterator {', '.join(iterators)}"] if iterators else []
+            if is_cached([*self._modules, *reads.modules.values()]):
+                reasons.append("reads weights of parametrize.cached(): make its first call outside")
+            reasons += unwatched + seen.refusals(ran, self._device)
+            reasons += [f"writes to its input {name}: return the result" for name in _written(inputs, audit)]
+            versions.exclude(seen.state.changed, made=False)
+            versions.add(namespaces, ran)
         if reasons:
-            return kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"
+            return seen.kept, result, f"{'; '.join(reasons)}: a replay would not repeat this"
         self._versions.equate()  # libraries set attributes at their first call that no result depends on
         self._watch_tensors(namespaces, audit)
-        return kept, result, ""
+        return seen.kept, result, ""
 
-    def _observe(
-        self, run: Callable[[], Any], keeps: bool
-    ) -> tuple[bool, Any, list[str], Sequence[Namespace], StorageAudit]:
-        ran = ANY_CODE if self._ran is None else self._ran
-        state = HostState(self._roots, ignored=self._generators, gradients=True, ran=ran)
-        process = ProcessState(self._generators)
-        generators = {id(one): one for one in (torch.default_generator, *self._generators)}.values()
-        generator_states = [(generator, generator.get_state()) for generator in generators]
-        reads, audit = Reads(), StorageAudit(saves=True)
-        reasons: list[str] = []
-        kept = keeps  # this is the call itself, also if it raises
-        try:
-            with self._versions.extended() as versions:
-                with reads.observing(), audit:
-                    result = run()
-                self._ran = (self._ran or Reads()).merged(reads)
-                found = state.changes(lambda tensor: True) + process.changes()
-                if found:
-                    reasons.append(f"changes {', '.join(found)}")
-                names = self._ran.names_to_follow
-                namespaces = reachable(self._roots, ignored=self._generators, ran=self._ran, names=names)
-                if iterators := iterators_read(namespaces, self._ran.names):
-                    reasons.append(f"may read the iterator {', '.join(iterators)}")
-                unwatched = unwatched_reads(namespaces)
-                kept = keeps and bool(found or iterators or unwatched)  # another run would change these again
-                if is_cached([*self._modules, *reads.modules.values()]):
-                    reasons.append("reads weights of parametrize.cached(): make its first call outside")
-                reasons += unwatched + refused_reads(self._ran, self._device)
-                reasons += audit.refusals(self._device)
-                versions.exclude(state.changed, made=False)
-                versions.add(namespaces, self._ran)
-        finally:
-            if not kept:
-                state.restore()
-                process.restore()
-                audit.undo()
-                for generator, before in generator_states:
-                    generator.set_state(before)
-        return kept, result, reasons, namespaces, audit
+    def refused_changes(self, run: Callable[[], None]) -> str:
+        """Run a capture, and return what it changes of Python state, which is restored."""
+        with Observation(self._state(self._ran)) as seen:
+            run()
+            found = seen.changes()
+        return f"changes {', '.join(found)}: a replay would not repeat this" if found else ""
+
+    def _state(self, ran: Any) -> HostState:
+        return HostState(self._roots, ignored=self._generators, gradients=True, ran=ran, process=True)
 
     def _watch_tensors(self, namespaces: Sequence[Namespace], audit: StorageAudit) -> None:
         self._outside |= audit.outside
         found = ReadTensors(namespaces, audit.outside, registries=True, without=self._places)
         self._places |= found.places
         self._addresses.watch(found)
-
-    def refused_changes(self, run: Callable[[], None]) -> str:
-        """Run a capture, and return what it changes of Python state, which is restored."""
-        state = HostState(self._roots, ignored=self._generators, gradients=True, ran=self._ran)
-        process = ProcessState(self._generators)
-        try:
-            run()
-            found = state.changes(lambda tensor: True) + process.changes()
-        finally:
-            state.restore()
-            process.restore()
-        return f"changes {', '.join(found)}: a replay would not repeat this" if found else ""
 
 
 def _written(inputs: Mapping[str, Tensor], audit: StorageAudit) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
-from graph_cache.dispatch_mode import DispatchMode
+from graph_cache.guards.dispatch_mode import DispatchMode
 
 WIDER = {
     torch.float16: torch.float64,
@@ -24,9 +24,6 @@ WIDER = {
 # Kernels of a library that choose their algorithm by dtype: float64 has other algorithms.
 OWN_ALGORITHMS = ("aten::_cudnn_rnn", "aten::_cudnn_init")
 ULPS = 4  # by which results may differ after a tie
-# For other results, such as results of operations without a float64 kernel: a tolerance, and the share of values that
-# may exceed it, such as a choice between nearly equal scores.
-TOLERANCE, MANY = 0.05, 0.1
 
 
 class Exact(DispatchMode):
@@ -62,8 +59,8 @@ class Exact(DispatchMode):
         return tree_map(_rounded, result, wide)
 
 
-def close(one: Tensor, other: Tensor, exactly: Exact | None) -> bool:
-    """Whether two results are the same but for rounding, of which runs in `exactly` have hardly any."""
+def close(one: Tensor, other: Tensor) -> bool:
+    """Whether two results of runs in an `Exact` that is complete are the same, but for ties."""
     if one.is_complex():
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
     if torch.equal(one, other) or not one.numel():
@@ -72,11 +69,8 @@ def close(one: Tensor, other: Tensor, exactly: Exact | None) -> bool:
     one, other = one.double(), other.double()
     difference = (one - other).abs().nan_to_num(nan=torch.inf)
     difference[(one == other) | (one.isnan() & other.isnan())] = 0
-    if exactly is not None and exactly.is_complete:
-        largest = one.where(one.isfinite(), 0).abs().max()
-        return bool((difference <= ULPS * eps * largest).all())
-    differing = difference > TOLERANCE * torch.maximum(one.abs(), other.abs())
-    return bool(differing.double().mean() <= MANY)
+    largest = one.where(one.isfinite(), 0).abs().max()
+    return bool((difference <= ULPS * eps * largest).all())
 
 
 def _wider(value: Any) -> Any:

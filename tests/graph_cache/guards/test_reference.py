@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graph_cache import BATCH, BufferSpec, GraphCache
-from graph_cache.reference import Reference, same_bits
+from graph_cache.guards.reference import Reference
+from graph_cache.guards.values import same_bits
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Containers of Python values with one interface: read, restore, and name what they hold.
+"""Containers of Python values with one interface: read, restore, watch and name what they hold.
 
 Attributes, globals, closures, lists, dictionaries, slots, class attributes, arrays, generators and iterators.
 """
@@ -15,20 +15,23 @@ import queue
 import random
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from operator import getitem
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
-NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
+from graph_cache.guards.ownership import is_compilers
+from graph_cache.guards.values import PLAIN
+
 MAX_ITEMS = 4096  # items of larger containers are neither compared at every call nor searched for other containers
 MAX_BYTES = 65_536  # larger buffers are not compared at every call; comparing these takes 10 µs
 MAX_COPIED_ITEMS = 100_000  # of larger containers, a copy has only the length
+NUMPY_GENERATORS = ("random.Generator", "random.RandomState", "random.BitGenerator")
 # What Python itself stores in a class.
 METADATA = frozenset(
     f"__{name}__"
@@ -38,8 +41,8 @@ METADATA = frozenset(
         *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
     )
 )
-# Compilers and launchers of kernels keep their own settings in context variables.
-COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
+Getter = Callable[[Any, Any], Any]  # from a container and a key to a value; in C, as far as it goes
+Read = tuple[Getter, Any, Any]  # with the container and the key
 
 
 class _Missing:
@@ -52,7 +55,7 @@ MISSING = _Missing()
 
 @dataclass(eq=False)
 class Namespace:
-    """A container of named values.
+    """A container of values by key.
 
     `is_library`: attributes of a module whose library counts and caches in them, and whose adapter recreates what a
     forward reads.
@@ -61,9 +64,8 @@ class Namespace:
     path: str
     container: Any
     is_library: bool = False
-
-    named = False
-    """Whether code reads the values by their keys, as names."""
+    named: ClassVar[bool] = False  # code reads the values by their keys, as names
+    is_limited: ClassVar[bool] = False  # too many values are not compared
 
     def read(self) -> dict[Any, Any]:
         """Return a copy of the values by key."""
@@ -77,9 +79,17 @@ class Namespace:
         """Set one value."""
         self.container[key] = value
 
-    def values_by_key(self) -> Any:
-        """Return an object whose items are the current values."""
-        return self.container
+    def watched(self, key: Any) -> Read:
+        """Return a function, container and key that give the current value. Raises one of ABSENT if there is none."""
+        return getitem, self.container, key
+
+    def watched_absence(self, key: Any) -> Read:
+        """Return a function, container and key that give MISSING as long as there is no such value."""
+        return _item_or_missing, self.container, key
+
+    def value(self, key: Any) -> Any:
+        """Return the current value; MISSING if there is none."""
+        return read_or_missing(*self.watched(key))
 
     def name_of(self, key: Any) -> str:
         """Return a value's name for messages."""
@@ -92,13 +102,46 @@ class Namespace:
         return len(self.read()), "items"
 
     @property
+    def is_restorable(self) -> bool:
+        """Whether `write` restores the values."""
+        return True
+
+    @property
     def is_comparable(self) -> bool:
         """Whether the values can be compared at every call: there are few enough."""
-        return True
+        if not self.is_limited:
+            return True
+        size, unit = self.size()
+        return size <= (MAX_BYTES if unit == "bytes" else MAX_ITEMS)
+
+
+ABSENT = (KeyError, IndexError, AttributeError, ValueError)
+
+
+def read_or_missing(function: Getter, container: Any, key: Any) -> Any:
+    """Return a value; MISSING if there is none."""
+    try:
+        return function(container, key)
+    except ABSENT:
+        return MISSING
+
+
+def _item_or_missing(container: Any, key: Any) -> Any:
+    return container.get(key, MISSING)
+
+
+def _attribute_or_missing(container: Any, name: str) -> Any:
+    return getattr(container, name, MISSING)
+
+
+def _context_value(variable: ContextVar[Any], key: Any) -> Any:
+    return variable.get(MISSING)
 
 
 class Items(Namespace):
     """Items of a list, a deque or a dictionary."""
+
+    is_limited = True
 
     def read(self) -> dict[Any, Any]:
         if len(self.keys()) > MAX_COPIED_ITEMS:
@@ -108,28 +151,25 @@ class Items(Namespace):
         return dict(self.container if isinstance(self.container, dict) else enumerate(self.container))
 
     def write(self, values: Mapping[Any, Any]) -> None:
+        container = self.container
         if set(values) == {"length"}:
             return
-        if _computes_items(self.container):
-            dict.clear(self.container)
-            dict.update(self.container, values)
+        if _computes_items(container):
+            dict.clear(container)
+            dict.update(container, values)
             return
-        self.container.clear()
-        self.container.update(values) if isinstance(self.container, dict) else self.container.extend(values.values())
+        container.clear()
+        container.update(values) if isinstance(container, dict) else container.extend(values.values())
 
     def size(self) -> tuple[int, str]:
         return len(self.keys()), "items"
-
-    @property
-    def is_comparable(self) -> bool:
-        return len(self.keys()) <= MAX_ITEMS
 
     def keys(self) -> Any:
         """Return an object that iterates over the stored keys of a dictionary, or the container; it has a length."""
         return dict.keys(self.container) if _computes_items(self.container) else self.container
 
-    def values_by_key(self) -> Any:
-        return _StoredItems(self.container) if _computes_items(self.container) else self.container
+    def watched(self, key: Any) -> Read:
+        return dict.__getitem__ if _computes_items(self.container) else getitem, self.container, key
 
 
 def _computes_items(container: Any) -> bool:
@@ -142,135 +182,50 @@ def _computes_items(container: Any) -> bool:
     )
 
 
-class _StoredItems:
-    """The items of a dictionary as they are stored."""
-
-    __slots__ = ("_container",)
-
-    def __init__(self, container: dict[Any, Any]):
-        self._container = container
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self._container, key)
-
-
 class Attributes(Namespace):
-    """Attributes of an object."""
-
-    named = True
-
-    def read(self) -> dict[Any, Any]:
-        return dict(self.container)
-
-    def write(self, values: Mapping[Any, Any]) -> None:
-        for name in [name for name in self.container if name not in values]:
-            del self.container[name]
-        self.container.update(values)
-
-
-class Globals(Namespace):
-    """Some globals of a module."""
+    """Values in a dictionary by name: attributes of an object, or only those in `names`."""
 
     named = True
 
     def __init__(
-        self, path: str, container: dict[str, Any], names: tuple[str, ...], code: types.CodeType | None = None
+        self, path: str, container: dict[str, Any], names: Container[str] | None = None, is_library: bool = False
     ):
-        super().__init__(path, container)
-        self.names = names
-        self.code = code  # of the function that names them
-
-    def read(self) -> dict[Any, Any]:
-        return {name: self.container[name] for name in self.names if name in self.container}
-
-    def write(self, values: Mapping[Any, Any]) -> None:
-        for name in self.names:
-            if name not in values:
-                self.container.pop(name, None)
-        self.container.update(values)
-
-
-class TensorAttributes(Namespace):
-    """Those attributes of a tensor that code names; libraries keep counters and flags there too."""
-
-    named = True
-
-    def __init__(self, path: str, container: dict[str, Any], names: Container[str]):
-        super().__init__(path, container)
+        super().__init__(path, container, is_library)
         self.names = names
 
     def read(self) -> dict[Any, Any]:
+        if self.names is None:
+            return dict(self.container)
         return {name: value for name, value in self.container.items() if name in self.names}
 
     def write(self, values: Mapping[Any, Any]) -> None:
-        for name in self.read():
-            if name not in values:
-                del self.container[name]
+        for name in self.read().keys() - values.keys():
+            del self.container[name]
         self.container.update(values)
+        if self.names is None and list(self.container) != list(values):
+            for name in values:  # in their order
+                self.container[name] = self.container.pop(name)
 
 
-class FunctionParts(Namespace):
-    """Code and default arguments of a function."""
-
-    PARTS = ("__code__", "__defaults__", "__kwdefaults__")
-
-    def read(self) -> dict[Any, Any]:
-        return {name: getattr(self.container, name) for name in self.PARTS}
-
-    def write(self, values: Mapping[Any, Any]) -> None:
-        for name, value in values.items():
-            self.set(name, value)
-
-    def set(self, key: Any, value: Any) -> None:
-        setattr(self.container, key, value)
-
-    def values_by_key(self) -> Any:
-        return _Attribute(self.container)
-
-    def name_of(self, key: Any) -> str:
-        return f"{self.path}.{key}"
+class TensorAttributes(Attributes):
+    """Attributes of a tensor that code names; libraries keep counters and flags there too."""
 
 
-class Cell(Namespace):
-    """A variable of a closure."""
+class Globals(Attributes):
+    """Globals of a module that code names. `code` belongs to the function that does."""
+
+    def __init__(
+        self, path: str, container: dict[str, Any], names: tuple[str, ...], code: types.CodeType | None = None
+    ):
+        super().__init__(path, container, names)
+        self.code = code
 
     def read(self) -> dict[Any, Any]:
-        try:
-            return {0: self.container.cell_contents}
-        except ValueError:  # unbound name
-            return {}
-
-    def write(self, values: Mapping[Any, Any]) -> None:
-        if 0 in values:
-            self.container.cell_contents = values[0]
-
-    def set(self, key: Any, value: Any) -> None:
-        self.container.cell_contents = value
-
-    def name_of(self, key: Any) -> str:
-        return self.path
+        return {name: self.container[name] for name in self.names if name in self.container}  # type: ignore[union-attr]
 
 
-class _Attribute:
-    """Attributes of an object as items."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: Any):
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self._owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self._owner, name)
-
-
-class Values(Namespace):
-    """Slots of an object."""
+class Slots(Namespace):
+    """Attributes of an object that has no dictionary."""
 
     named = True
 
@@ -279,91 +234,93 @@ class Values(Namespace):
         self.names = names
 
     def read(self) -> dict[Any, Any]:
-        return {name: getattr(self.container, name) for name in self.names if hasattr(self.container, name)}
+        found = ((name, self.value(name)) for name in self.names)
+        return {name: value for name, value in found if value is not MISSING}
 
     def write(self, values: Mapping[Any, Any]) -> None:
         for name in self.names:
             if name in values:
                 setattr(self.container, name, values[name])
-            elif hasattr(self.container, name):
+            elif self.value(name) is not MISSING:
                 delattr(self.container, name)
 
     def set(self, key: Any, value: Any) -> None:
         setattr(self.container, key, value)
 
-    def values_by_key(self) -> Any:
-        return _Attribute(self.container)
+    def watched(self, key: Any) -> Read:
+        return getattr, self.container, key
+
+    def watched_absence(self, key: Any) -> Read:
+        return _attribute_or_missing, self.container, key
 
 
-class ClassAttributes(Namespace):
-    """Attributes of a class, its methods included; only those in `only`, if given."""
+class FunctionParts(Slots):
+    """Code and default arguments of a function."""
 
-    named = True
+    named = False
+
+    def __init__(self, path: str, container: types.FunctionType):
+        super().__init__(path, container, ("__code__", "__defaults__", "__kwdefaults__"))
+
+    def name_of(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+class Cell(Slots):
+    """A variable of a closure."""
+
+    named = False
+
+    def __init__(self, path: str, container: types.CellType):
+        super().__init__(path, container, ("cell_contents",))
+
+    def name_of(self, key: Any) -> str:
+        return self.path
+
+
+class ClassAttributes(Slots):
+    """Attributes of a class, its methods included; only those in `names`, if given."""
 
     def __init__(self, path: str, container: type, only: tuple[str, ...] | None = None):
-        super().__init__(path, container)
-        self.only = only
+        super().__init__(path, container, only or ())
+        self.is_whole = only is None
 
     def read(self) -> dict[Any, Any]:
         return {
             name: value
             for name, value in vars(self.container).items()
-            if (name not in METADATA if self.only is None else name in self.only)
+            if (name not in METADATA if self.is_whole else name in self.names)
             and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
         }
 
     def write(self, values: Mapping[Any, Any]) -> None:
         now = self.read()
-        for name in now:
-            if name not in values:
-                delattr(self.container, name)
+        for name in now.keys() - values.keys():
+            delattr(self.container, name)
         for name, value in values.items():
             if now.get(name, MISSING) is not value:
                 setattr(self.container, name, value)
 
-    def set(self, key: Any, value: Any) -> None:
-        setattr(self.container, key, value)
-
-    def values_by_key(self) -> Any:
-        return vars(self.container)
-
-
-class _Whole:
-    """The contents of a container as one item."""
-
-    __slots__ = ("_namespace",)
-
-    def __init__(self, namespace: Namespace):
-        self._namespace = namespace
-
-    def __getitem__(self, key: str) -> Any:
-        return self._namespace.read()[key]
+    def watched(self, key: Any) -> Read:
+        return getitem, vars(self.container), key
 
 
 class Contents(Namespace):
     """A set, or a buffer of numbers (bytearray, array, NumPy array, ctypes, mmap), copied as a whole."""
+
+    is_limited = True
 
     def size(self) -> tuple[int, str]:
         if isinstance(self.container, set):
             return len(self.container), "items"
         return _nbytes(self.container), "bytes"
 
-    @property
-    def is_comparable(self) -> bool:
-        size, unit = self.size()
-        return size <= (MAX_BYTES if unit == "bytes" else MAX_ITEMS)
-
     def read(self) -> dict[Any, Any]:
         container = self.container
         if isinstance(container, set):
             many = len(container) > MAX_COPIED_ITEMS
             return {"length": len(container)} if many else {"contents": frozenset(container)}
-        if isinstance(container, _numpy_type("ndarray")):
-            return {"contents": _numpy().ndarray.tobytes(container)}  # a masked array fills its own copies
-        try:
-            return {"contents": bytes(memoryview(container))}
-        except ValueError:  # closed
-            return {"contents": b""}
+        return {"contents": bytes_of(container)}
 
     def write(self, values: Mapping[Any, Any]) -> None:
         container, contents = self.container, values.get("contents")
@@ -377,15 +334,22 @@ class Contents(Namespace):
             del container[:]
             container.frombytes(contents or b"")
         elif isinstance(container, _numpy_type("ndarray")):
-            container[...] = _numpy().frombuffer(contents, container.dtype).reshape(container.shape)
+            container[...] = sys.modules["numpy"].frombuffer(contents, container.dtype).reshape(container.shape)
         elif contents:
             memoryview(container).cast("B")[:] = contents
 
-    def values_by_key(self) -> Any:
-        return _Whole(self)
-
     def name_of(self, key: Any) -> str:
         return self.path
+
+
+def bytes_of(buffer: Any) -> bytes:
+    """Return a copy of a buffer; empty if it is closed."""
+    if isinstance(buffer, _numpy_type("ndarray")):
+        return sys.modules["numpy"].ndarray.tobytes(buffer)  # a masked array fills its own copies
+    try:
+        return bytes(memoryview(buffer))
+    except ValueError:
+        return b""
 
 
 def _nbytes(buffer: Any) -> int:
@@ -446,48 +410,27 @@ class Hidden(Namespace):
         elif not isinstance(one, Iterator):
             _numpy_state(one)[1](pickle.loads(values["state"]))
 
-    def values_by_key(self) -> Any:
-        return _Whole(self)
+    def watched(self, key: Any) -> Read:
+        return _context_value, self.container, key
 
     def name_of(self, key: Any) -> str:
         return self.path
 
 
-def _numpy_state(generator: Any) -> tuple[Any, Callable[[Any], None]]:
-    """Return the state of one of NumPy's generators, and the function that sets it."""
-    if isinstance(generator, _numpy_type("random.RandomState")):
-        return generator.get_state(legacy=False), generator.set_state
-    bits = getattr(generator, "bit_generator", generator)
-    return bits.state, functools.partial(setattr, bits, "state")
-
-
-def state_of(generator: torch.Generator) -> bytes:
-    """Return a generator's state, also inside a capture, which sees no read of the host."""
-    with _disable_current_modes():
-        state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Set a generator's state, also inside a capture."""
-    with _disable_current_modes():
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def is_buffer(value: Any) -> bool:
-    """Return whether this is a set, or a mutable buffer of numbers."""
+def contents_of(path: str, value: Any) -> Namespace | None:
+    """Return the contents of a container or of an object that keeps its state in C; None for any other object."""
+    if isinstance(value, (dict, list, deque)):
+        return Items(path, value)
     if isinstance(value, (set, bytearray, array.array)):
-        return True
+        return Contents(path, value)
+    kind: Any = type(value)
     if isinstance(value, _numpy_type("ndarray")):
-        return not value.dtype.hasobject
-    kind: Any = type(value)
-    return _is_memory(kind) and not _is_pointer(kind)
-
-
-def is_opaque(value: Any) -> bool:
-    """Return whether this object keeps values that nothing compares."""
-    kind: Any = type(value)
-    return isinstance(value, (_numpy_type("ndarray"), queue.SimpleQueue)) or _is_pointer(kind)
+        return Opaque(path, value) if value.dtype.hasobject else Contents(path, value)
+    if isinstance(value, queue.SimpleQueue) or _is_pointer(kind):
+        return Opaque(path, value)
+    if _is_memory(kind):
+        return Contents(path, value)
+    return Hidden(path, value) if _is_hidden(value) else None
 
 
 @functools.cache
@@ -503,32 +446,43 @@ def _is_pointer(kind: Any) -> bool:
     return is_pointer or issubclass(kind, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))
 
 
-def is_hidden(value: Any) -> bool:
+def _is_hidden(value: Any) -> bool:
     """Return whether this object keeps state in C that `Hidden` reads."""
-    numpy = tuple(kind for name in NUMPY_GENERATORS if (kind := _numpy_type(name)))
     if isinstance(value, ContextVar):
-        return not is_of_a_compiler(value)
+        return not is_compilers(value)
+    numpy = tuple(kind for name in NUMPY_GENERATORS if (kind := _numpy_type(name)))
     return isinstance(value, (torch.Generator, random.Random, *numpy)) or (
         isinstance(value, Iterator) and not isinstance(value, io.IOBase)
     )
 
 
-@functools.cache
-def is_of_a_compiler(variable: ContextVar[Any]) -> bool:
-    """Return whether this is a global or a setting of a compiler, which no result depends on."""
-    return any(
-        value is variable
-        for name, module in list(sys.modules.items())
-        if f"{name}.".startswith(COMPILERS)
-        for value in _variables_of(module)
-    )
+def _numpy_state(generator: Any) -> tuple[Any, Callable[[Any], None]]:
+    """Return the state of one of NumPy's generators, and the function that sets it."""
+    if isinstance(generator, _numpy_type("random.RandomState")):
+        return generator.get_state(legacy=False), generator.set_state
+    bits = getattr(generator, "bit_generator", generator)
+    return bits.state, functools.partial(setattr, bits, "state")
 
 
-def _variables_of(module: types.ModuleType) -> list[Any]:
-    """Return the globals of a module, and the variables that PyTorch keeps the settings of its compilers in."""
-    settings = vars(module).get("_config")
-    entries = settings.values() if isinstance(settings, dict) else ()
-    return [*vars(module).values(), *[getattr(entry, "user_override", None) for entry in entries]]
+def _numpy_type(name: str) -> Any:
+    """Return a type of NumPy, or no type if it was never imported."""
+    module = sys.modules.get("numpy")
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return () if module is None else module
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """Return a generator's state, also inside a capture, which sees no read of the host."""
+    with _disable_current_modes():
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Set a generator's state, also inside a capture."""
+    with _disable_current_modes():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def position_of(iterator: Iterator[Any]) -> Any:
@@ -561,18 +515,6 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _mangled(name: str, owner: type) -> str:
-    """Return the name under which a class stores an attribute: that of its private ones has its own name in it."""
+    """Return the name under which a class stores an attribute: the class is part of a private name."""
     is_private = name.startswith("__") and not name.endswith("__")
     return f"_{owner.__name__.lstrip('_')}{name}" if is_private and owner.__name__.strip("_") else name
-
-
-def _numpy() -> Any:
-    return sys.modules["numpy"]
-
-
-def _numpy_type(name: str) -> Any:
-    """Return a type of NumPy, or no type if it was never imported."""
-    module = sys.modules.get("numpy")
-    for part in name.split("."):
-        module = getattr(module, part, None)
-    return () if module is None else module

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_cache.budget_tuner import tune_token_budgets
 from graph_cache.errors import GraphConfigError
+from graph_cache.tuning.budget_tuner import tune_token_budgets
 
 histograms = st.dictionaries(st.integers(1, 14), st.integers(1, 100), min_size=1, max_size=9)
 

@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.composites import DecomposingMode, is_composite
+from graph_cache.guards.composites import DecomposingMode, is_composite
 
 _LIFT = torch.ops.aten.lift_fresh.default
 # Operations that write running statistics in training without declaring it in their schema.

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graph_cache.audit import StorageAudit
-
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> dtype to compare as
+from graph_cache.guards.audit import StorageAudit
+from graph_cache.guards.values import same_bits
 
 
 class Reference:
@@ -73,17 +72,3 @@ class Reference:
     def differences(self) -> int:
         """Return how many static tensors differ from the recorded values in any bit (NaN payloads included)."""
         return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._expected, strict=True))
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype hold the same bytes, including NaN payloads and signs of zero."""
-    return torch.equal(raw_bits(one), raw_bits(other))
-
-
-def raw_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers of the same bytes, one-dimensional: a view if the elements are in order."""
-    tensor = tensor.int_repr() if tensor.is_quantized else tensor
-    flat = tensor.reshape(-1)
-    # A tensor of one element may have any stride; a view as another dtype needs stride 1.
-    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(INTEGERS.get(flat.itemsize, torch.uint8))

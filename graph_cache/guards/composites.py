@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch._C import DispatchKey
 
-from graph_cache.dispatch_mode import DispatchMode
+from graph_cache.guards.dispatch_mode import DispatchMode
 
 # Fused operations that call composite ones, which see `requires_grad` in eager.
 FUSED = frozenset(("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"))

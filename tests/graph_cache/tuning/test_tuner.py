@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graph_cache.buckets import default_ladder
 from graph_cache.errors import GraphConfigError
-from graph_cache.tuner import expected_padding, tune
+from graph_cache.tuning.tuner import expected_padding, tune
 
 
 def histograms(max_size: int, entries: int):

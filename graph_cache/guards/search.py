@@ -1,0 +1,268 @@
+"""Search the Python state that code may read or change: what is reachable from some objects, and from code that ran."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from graph_cache.guards.namespaces import (
+    MAX_ITEMS,
+    MISSING,
+    Attributes,
+    Cell,
+    ClassAttributes,
+    Contents,
+    FunctionParts,
+    Globals,
+    Hidden,
+    Items,
+    Namespace,
+    Slots,
+    TensorAttributes,
+    contents_of,
+    slots_of,
+)
+from graph_cache.guards.ownership import PATCHED, Searched, is_adapted, searched
+from graph_cache.guards.values import PLAIN
+
+MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no graph is captured
+MAX_OF_ANY_CODE = 20_000  # before a run was observed: of all that its functions may reach, the nearest
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+NOT_FOLLOWED = (Tensor, types.BuiltinFunctionType, types.MethodType, functools.partial)
+FLAGS = frozenset(("main_grad", "grad_added_to_main_grad"))  # of parameters, which `parameter_aliases.py` takes care of
+_WRAPPERS = (
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    type(functools.cache(len)),
+)
+_WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "dispatcher")  # what these refer to
+_VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+
+
+class Ran(Protocol):
+    """The code of an observed run. `own` is that outside of installed packages, with the globals that it ran with."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    @property
+    def own(self) -> Sequence[tuple[types.CodeType, dict[str, Any]]]: ...
+
+    @property
+    def own_names(self) -> set[str]: ...
+
+    def __contains__(self, code: object) -> bool: ...
+
+
+class _AnyCode:
+    """Stands for all code, before a run was observed."""
+
+    names: set[str] = set()
+    own: tuple[tuple[types.CodeType, dict[str, Any]], ...] = ()
+    own_names: set[str] = set()
+
+    def __contains__(self, code: object) -> bool:
+        return True
+
+
+ANY_CODE = _AnyCode()
+
+
+class Namespaces(list[Namespace]):
+    """Namespaces that a search found. `is_complete`: there are no more than MAX_NAMESPACES."""
+
+    is_complete = True
+
+
+def reachable(
+    roots: Sequence[tuple[str, Any]],
+    without: tuple[type, ...] = (),
+    ignored: Sequence[Any] = (),
+    ran: Ran | None = None,
+    names: Container[Any] | None = None,
+) -> Namespaces:
+    """Return the namespaces reachable from these named values, each once.
+
+    Objects of the types in `without` and those in `ignored` are not followed. With `ran`, only functions that ran are
+    followed, and methods, class attributes and names of imported modules are searched too. With `names`, only these
+    names of objects are followed, and those that Python itself looks up (`__len__`).
+    """
+    found, limit = Namespaces(), MAX_OF_ANY_CODE if ran is ANY_CODE else MAX_NAMESPACES
+    seen = set(map(id, ignored))
+    frontier = list(roots)
+    if ran is not None:
+        # Functions that ran without a reference from the roots that leads to them.
+        found += [Globals("", variables, tuple(global_names(code)), code) for code, variables in ran.own]
+        found.append(ClassAttributes("Tensor", Tensor, only=_patched_methods(Tensor, ran.own_names)))
+        frontier += [item for namespace in found for item in namespace.read().items()]
+    while frontier:
+        following: list[tuple[str, Any]] = []
+        for path, value in frontier:
+            if id(value) in seen or type(value) in PLAIN or isinstance(value, without):
+                continue
+            seen.add(id(value))
+            if len(found) > limit:
+                found.is_complete = ran is ANY_CODE  # a later search is
+                return found
+            for namespace in _namespaces_of(path, value, ran):
+                found.append(namespace)
+                following += _values_in(namespace, names)
+            following += _constants_of(path, value)
+            if ran is not None:
+                following += [(kind.__name__, kind) for kind in type(value).__mro__]
+        frontier = following
+    return found
+
+
+def objects_with_tensors(values: Sequence[Any], without: tuple[type, ...] = ()) -> list[str]:
+    """Return the types of these values that are no tensors but refer to some. Functions are not followed."""
+    unfollowed = (types.FunctionType, types.MethodType, *without)
+    return [
+        type(value).__name__
+        for value in values
+        if type(value) not in PLAIN
+        and not isinstance(value, (Tensor, *unfollowed))
+        and any(
+            isinstance(item, Tensor)
+            for namespace in reachable([("", value)], without=unfollowed)
+            for held in namespace.read().values()
+            for item in (held if isinstance(held, (tuple, frozenset)) else (held,))
+        )
+    ]
+
+
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function and in functions nested in it."""
+    yield from code.co_names
+    uses_dictionary = "globals" in code.co_names
+    for constant in code.co_consts:
+        if uses_dictionary and type(constant) is str:
+            yield constant
+        if isinstance(constant, types.CodeType):  # a nested function or comprehension
+            yield from global_names(constant)
+
+
+def _patched_methods(kind: type, names: Container[str]) -> tuple[str, ...]:
+    """Return the names, among `names`, under which other code has put functions on a class of PyTorch."""
+    return tuple(
+        [
+            name
+            for name, value in vars(kind).items()
+            if name in names and isinstance(value, types.FunctionType) and searched(value.__module__) is Searched.ALL
+        ]
+    )
+
+
+def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace]:
+    if isinstance(value, types.FunctionType):
+        if ran is None or (value.__code__ in ran and searched(value.__module__) is Searched.ALL):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                yield Cell(name, cell)
+            yield Globals("", value.__globals__, tuple(global_names(value.__code__)), value.__code__)
+            if imported := tuple(name for name in value.__code__.co_names if name in sys.modules):
+                yield Globals("", sys.modules, imported)
+            yield Attributes(path, value.__dict__)
+            yield FunctionParts(path, value)
+    elif (found := contents_of(path, value)) is not None:
+        yield found
+        module = type(value).__module__
+        if module not in ("builtins", "collections") and (_is_followed(module) or module.startswith("numpy.ma")):
+            yield from _attributes_of(path, value)  # of a subclass; a masked array has its mask there
+    elif isinstance(value, types.ModuleType):
+        if ran is not None and (value.__name__ in PATCHED or searched(value.__name__) is Searched.ALL):
+            yield Globals(path, vars(value), tuple(ran.names & vars(value).keys()))
+    elif isinstance(value, type):
+        if ran is not None and issubclass(value, nn.Module) and value.__module__.startswith("torch.nn."):
+            yield ClassAttributes(path, value, only=("forward",))
+        elif ran is not None and searched(value.__module__) is Searched.ALL:
+            yield ClassAttributes(path, value)
+    elif isinstance(value, Tensor):
+        if ran is ANY_CODE:
+            yield Attributes(path, vars(value), is_library=True)
+        elif ran is not None and ran.own_names:
+            yield TensorAttributes(path, vars(value), ran.own_names - FLAGS)
+    elif not isinstance(value, NOT_FOLLOWED) and _is_followed(type(value).__module__):
+        yield from _attributes_of(path, value)
+    elif isinstance(value, nn.Module):  # such as the wrapper that torch.compile returns
+        yield Items(f"{path}._modules", value._modules)
+
+
+def _is_followed(module: str) -> bool:
+    return searched(module) is not Searched.NOTHING
+
+
+def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
+    attributes = getattr(value, "__dict__", None)
+    is_library = isinstance(value, nn.Module) and is_adapted(type(value).__module__)
+    if isinstance(attributes, dict):
+        yield Attributes(path, attributes, is_library=is_library)
+        for name, item in attributes.items() if is_library else ():
+            if name in REGISTRIES:
+                yield Items(f"{path}.{name}", item)
+            elif isinstance(item, (dict, list)):
+                yield Items(f"{path}.{name}", item, is_library=True)
+    if slots := slots_of(type(value)):
+        yield Slots(path, value, slots)
+
+
+def _values_in(namespace: Namespace, names: Container[Any] | None) -> list[tuple[str, Any]]:
+    """Return the objects to follow: the values, or those in a set or in a context variable."""
+    if namespace.is_library or not namespace.is_comparable:
+        return []
+    if isinstance(namespace, Contents):
+        sets = [one for one in namespace.read().values() if isinstance(one, frozenset)]
+        return [(namespace.path, item) for one in sets for item in one]
+    if isinstance(namespace, Hidden):
+        value = namespace.value("value") if isinstance(namespace.container, ContextVar) else MISSING
+        return [] if value is MISSING else [(namespace.path, value)]
+    return [
+        (namespace.name_of(key), item)
+        for key, item in namespace.read().items()
+        if names is None or not namespace.named or key in names or key in REGISTRIES or key[:2] == "__"
+    ]
+
+
+def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values that an immutable object refers to, and what a dictionary holds besides its values."""
+    if isinstance(value, types.FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [(f"a default of {path}", item) for item in defaults]
+    if isinstance(value, types.MethodType):
+        return [(f"{path}.__self__", value.__self__), (path, value.__func__)]
+    if isinstance(value, functools.partial):
+        return [(path, value.func), (f"{path}.keywords", value.keywords), *[(path, item) for item in value.args]]
+    if isinstance(value, weakref.ref):
+        return [(path, value())]
+    if isinstance(value, memoryview):
+        return [] if _is_released(value) else [(path, value.obj)]
+    if isinstance(value, (tuple, frozenset)):
+        return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        keys = [key for key in dict.keys(value) if type(key) not in PLAIN] if len(value) <= MAX_ITEMS else []
+        factory = [value.default_factory] if isinstance(value, defaultdict) else []
+        return [(path, item) for item in (*keys, *factory)]
+    if isinstance(value, _VIEWS):
+        return [(path, one) for one in gc.get_referents(value)]
+    if isinstance(value, _WRAPPERS):
+        return [(path, getattr(value, name)) for name in _WRAPPED if hasattr(value, name)]
+    return []
+
+
+def _is_released(view: memoryview) -> bool:
+    try:
+        return view.nbytes < 0
+    except ValueError:
+        return True

@@ -1,0 +1,1 @@
+"""Choose buckets, token budgets and numbers of documents with the least expected padding. Pure Python."""
