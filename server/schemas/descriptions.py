@@ -283,6 +283,12 @@ OF_BODY["DistributedUpdateBody"] = _TENSORS | {
     "abort_all_requests": "abort all requests before",
     "load_format": "flattened_bucket: all tensors come in one buffer",
 }
+OF_BODY["TensorUpdateBody"] = {
+    "serialized_named_tensors": "base64 of pickled handles of tensors in a GPU's memory; the first entry is read",
+    "load_format": "flattened_bucket: all tensors are in one buffer",
+    "weight_version": "name of the new weights",
+    "abort_all_requests": "abort all requests before",
+}
 OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 
