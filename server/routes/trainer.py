@@ -202,6 +202,22 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, re
     return {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}
 
 
+@router.post("/collective_rpc", responses=answered_by(wire.RpcResults))
+async def collective_rpc(body: bodies.CollectiveRpcBody, request: Request) -> dict[str, Any]:
+    """Update weights in parts from the memory of a GPU, as SkyRL calls its extension of vLLM's workers.
+
+    Other methods are refused: nothing is called by the name that a client sends.
+    """
+    client = await _client(request, body)
+    if body.method == "skyrl_start_weight_update":
+        await client.ask("start_weight_update")
+    elif body.method == "update_weights_ipc":
+        await client.ask("update_weights_from_memory", body.shared)
+    else:
+        await client.ask("finish_weight_update")
+    return {"results": [None]}
+
+
 @router.post("/update_weights_from_tensor", responses=answered_by(wire.DiskUpdate))
 async def update_weights_from_tensor(body: bodies.TensorUpdateBody, request: Request) -> dict[str, Any]:
     """Copy weights from the memory of a GPU that trainer and server share, in SGLang's format.

@@ -289,6 +289,11 @@ OF_BODY["TensorUpdateBody"] = {
     "weight_version": "name of the new weights",
     "abort_all_requests": "abort all requests before",
 }
+OF_BODY["CollectiveRpcBody"] = {
+    "method": "skyrl_start_weight_update, update_weights_ipc or skyrl_finish_weight_update",
+    "args": "none",
+    "kwargs": "update_info of update_weights_ipc: names, dtype_names, shapes, sizes and ipc_handles_pickled",
+}
 OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 

@@ -79,6 +79,16 @@ def from_vllm(
     return SharedWeights(handles, weights)
 
 
+def from_skyrl(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], pickled: str, counts: Sequence[int]
+) -> SharedWeights:
+    """Read the handle of a buffer of tensors of one dtype; `counts` are their elements. Raises RequestError."""
+    if len(set(dtypes)) > 1:
+        raise RequestError("the tensors of one buffer must have one dtype", param="dtype_names")
+    step = ITEM_BYTES.get(dtypes[0].removeprefix("torch."), 1) if dtypes else 1
+    return from_vllm(names, dtypes, shapes, pickled, [step * count for count in counts])
+
+
 def from_sglang(serialized: str, is_bucket: bool) -> SharedWeights:
     """Read an entry of `serialized_named_tensors`: (name, tensor) pairs, or a buffer with a description of its tensors.
 

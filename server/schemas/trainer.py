@@ -15,7 +15,7 @@ from engine.protocol.memory_handles import SharedWeights
 from graph_cache.validation import did_you_mean
 from server.schemas.field_paths import field_path
 from server.schemas.requests import FAIL_FAST, Text, Wire
-from server.schemas.tensor_handles import FROM_DISK, from_sglang, from_vllm
+from server.schemas.tensor_handles import FROM_DISK, from_sglang, from_skyrl, from_vllm
 
 Path = Annotated[Text, Field(min_length=1, max_length=4096)]
 Version = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -187,6 +187,41 @@ class HandleTransfer(GroupTransfer):
 
     ipc_handles_pickled: Text
     tensor_sizes: Annotated[list[int], FAIL_FAST] | None = None
+
+
+class ChunkTransfer(GroupTransfer):
+    """Handles of one buffer of several tensors of a dtype, in SkyRL's format. `sizes` count elements."""
+
+    sizes: Annotated[list[int], FAIL_FAST]
+    ipc_handles_pickled: Text
+
+
+class CollectiveRpcBody(TrainerBody):
+    """Body of vLLM's POST /collective_rpc: the calls of SkyRL's extension of vLLM's workers, and no others."""
+
+    no_effect = "timeout"
+
+    method: Literal["skyrl_start_weight_update", "update_weights_ipc", "skyrl_finish_weight_update"]
+    args: list[Any] = Field(default_factory=list, max_length=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        known = {"skyrl_start_weight_update": "is_checkpoint_format", "update_weights_ipc": "update_info"}
+        for name, value in self.kwargs.items():
+            if name != known.get(self.method):
+                raise RequestError(f"kwargs.{name[:64]} is not an argument of {self.method}: remove it", param="kwargs")
+            if name == "is_checkpoint_format" and value is not True:
+                raise RequestError("kwargs.is_checkpoint_format must be true: send Hugging Face names", param="kwargs")
+
+    @property
+    def shared(self) -> SharedWeights:
+        """The weights of update_weights_ipc, which lie in a GPU's memory."""
+        sent = self.kwargs.get("update_info")
+        if not isinstance(sent, dict):
+            raise RequestError("kwargs.update_info is missing: send it", param="kwargs")
+        chunk = _checked(ChunkTransfer, sent, "kwargs.update_info")
+        return from_skyrl(chunk.names, chunk.dtype_names, chunk.shapes, chunk.ipc_handles_pickled, chunk.sizes)
 
 
 class TensorUpdateBody(TrainerBody):

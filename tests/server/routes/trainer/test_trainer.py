@@ -331,6 +331,14 @@ EVIL = encoded([{GPU: (os.system, ("true",))}])
         ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": EVIL, "names": []}}, "names", "1"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": [EVIL]}, "serialized_named_tensors",
          "nothing is unpickled"),
+        ("/collective_rpc", {"method": "save_sharded_state"}, "method", "skyrl_start_weight_update"),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update", "args": [1]}, "args", "0"),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update", "kwargs": {"a": 1}}, "kwargs", "not an argument"),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": False}},
+         "kwargs", "must be true"),
+        ("/collective_rpc", {"method": "update_weights_ipc"}, "kwargs", "missing"),
+        ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": HANDLES | {"sizes": [7],
+         "ipc_handles_pickled": encoded({GPU: OnGpu(shape=(6,)).reduced})}}}, "tensor_sizes", "has 12 bytes"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "serialized_named_tensors", "1"),
         ("/update_weights_from_tensor", {"serialized_named_tensors": [EVIL], "load_format": "direct"}, "load_format",
          "flattened_bucket"),
@@ -363,7 +371,10 @@ def test_handles_of_gpu_memory_are_read_and_an_engine_on_a_cpu_says_that_it_has_
     version = server.http.get("/weight_info").json()
     sglang = {"serialized_named_tensors": [encoded([("a", OnGpu())])], "flush_cache": True, "weight_version": "1"}
     vllm = {"update_info": HANDLES | {"ipc_handles_pickled": encoded([{GPU: OnGpu().reduced}]), "packed": False}}
-    for path, body in (("/update_weights_from_tensor", sglang), ("/update_weights", vllm)):
+    flat = {GPU: OnGpu(shape=(6,)).reduced}
+    chunk = {"update_info": HANDLES | {"sizes": [6], "ipc_handles_pickled": encoded(flat)}}
+    skyrl = {"method": "update_weights_ipc", "kwargs": chunk}
+    for path, body in (("/update_weights_from_tensor", sglang), ("/update_weights", vllm), ("/collective_rpc", skyrl)):
         error = error_of(server.post(path, body), 400)
         assert error["message"] == "the weights are in the memory of a GPU, and this engine runs on cpu"
     assert server.http.get("/weight_info").json() == version

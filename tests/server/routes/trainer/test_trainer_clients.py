@@ -102,6 +102,15 @@ def test_skyrl_sends_weights_over_a_group(skyrl, local, trainer, weights, refere
     assert drive(skyrl, local, steps)["response_ids"] == [references["b"].greedy(IDS, 12)]
 
 
+def test_skyrl_begins_and_ends_an_update_in_parts(skyrl, local):
+    async def steps(client):
+        await client.start_weight_update()
+        return await client.finish_weight_update()
+
+    [answer] = drive(skyrl, local, steps).values()
+    assert answer["status"] == 200 and answer["body"] == {"results": [None]}
+
+
 # ---- verifiers -------------------------------------------------------------------------------------------------------
 
 
