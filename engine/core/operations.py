@@ -49,6 +49,7 @@ class Operations:
             "join_weight_group": weights.groups.join,
             "leave_weight_group": weights.groups.leave,
             "update_weights_from_group": weights.receive,
+            "update_weights_from_memory": weights.open,
             "finish_weight_update": weights.finish,
             "rename_weights": loop.rename_weights,
             "weight_version": lambda: loop.weight_version,

@@ -10,12 +10,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine.core.loop import EngineLoop
 from engine.core.pending import Pending
 from engine.core.weight_groups import WeightGroups
+from engine.distributed.gpu_memory import open_weights
 from engine.errors import RequestError, WeightUpdateError
+from engine.protocol.memory_handles import SharedWeights
+from engine.utils.daemon_thread import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ class WeightUpdates:
     def __init__(self, loop: EngineLoop):
         self._loop = loop
         self.groups = WeightGroups(loop.executor.capabilities.device)
-        # Parts of the update that was started: paths of files, or received tensors. None: there is none.
+        # Parts of the update that was started: paths of files, or tensors. None: there is none.
         self._staged: list[str | list[tuple[str, Tensor]]] | None = None
         self._numbers = itertools.count(1)
 
@@ -68,14 +72,40 @@ class WeightUpdates:
         """
         self._check_version(version)
 
-        def write(tensors: list[tuple[str, Tensor]]) -> tuple[int, str]:
-            if self._staged is None:
-                name = version or self._next_version()
-                return self._loop.update_weights(tensors, name), name
-            self._staged.append(tensors)
-            return 0, self._loop.weight_version
+        return self.groups.receive(group, names, dtypes, shapes, packed, lambda tensors: self._take(tensors, version))
 
-        return self.groups.receive(group, names, dtypes, shapes, packed, write)
+    def open(self, shared: SharedWeights, version: str | None = None) -> Pending:
+        """Update the weights with tensors in a trainer's GPU memory; see `load` and `open_weights`.
+
+        Steps go on until all are opened. The trainer may change its tensors when it has the result: a part of an update
+        is a copy.
+        """
+        self._check_version(version)
+        device = self._loop.executor.capabilities.device
+
+        def take(tensors: list[tuple[str, Tensor]]) -> tuple[int, str]:
+            try:
+                if self._staged is None and self._num_ranks == 1:
+                    return self._take(tensors, version)
+                return self._take([(name, tensor.clone()) for name, tensor in tensors], version)
+            except torch.OutOfMemoryError as error:
+                raise WeightUpdateError(
+                    "no room for a copy of these weights beside the old ones: lower gpu_memory_utilization, or send "
+                    "the update whole, without /start_weight_update"
+                ) from error
+            finally:
+                torch.cuda.current_stream(device).synchronize()  # the copies have ended
+                tensors.clear()  # releases the trainer's memory
+
+        return Pending(in_background(lambda: open_weights(shared, device), "encore-weights-memory"), take)
+
+    def _take(self, tensors: list[tuple[str, Tensor]], version: str | None) -> tuple[int, str]:
+        """Write the tensors, or keep them as a part of the update that was started."""
+        if self._staged is None:
+            version = version or self._next_version()
+            return self._loop.update_weights(tensors, version), version
+        self._staged.append(tensors)
+        return 0, self._loop.weight_version
 
     def finish(self, version: str | None = None) -> tuple[int, str]:
         """Write all parts of the update that was started, or none; return the number of tensors and the version.
@@ -100,7 +130,7 @@ class WeightUpdates:
         received = [part for part in parts if not isinstance(part, str)]
         if paths and received:
             raise WeightUpdateError(
-                "the parts of this update came from files and over a group: send all parts of an update one way"
+                "the parts of this update came from files and as tensors: send all parts of an update one way"
             )
         if paths:
             return self._loop.load_weights(paths, version)
@@ -139,6 +169,11 @@ class WeightUpdates:
     def _check_whole(self, what: str) -> None:
         """Raise RequestError if the weights are split over several processes, or can't be read after a sleep."""
         self._loop.sleep.check_readable()
-        ranks = 1 + len(self._loop.executor.pids)
-        if ranks > 1:
-            raise RequestError(f"{what}: the weights are split over {ranks} processes, of which none has whole tensors")
+        if self._num_ranks > 1:
+            raise RequestError(
+                f"{what}: the weights are split over {self._num_ranks} processes, of which none has whole tensors"
+            )
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 + len(self._loop.executor.pids)

@@ -129,7 +129,17 @@ class WeightGroup:
     def receive(
         self, specs: Sequence[TensorSpec], *, packed: bool = False, nbytes: int = PACKED_BYTES
     ) -> list[tuple[str, Tensor]]:
-        """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive."""
+        """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive, or fit."""
+        try:
+            return self._receive(specs, packed, nbytes)
+        except torch.OutOfMemoryError as error:
+            size = sum(spec.nbytes for spec in specs) / 2**30
+            raise WeightUpdateError(
+                f"no room for {size:.2f} GiB of new weights beside the old ones: lower gpu_memory_utilization, or "
+                "release the KV cache during the update"
+            ) from error
+
+    def _receive(self, specs: Sequence[TensorSpec], packed: bool, nbytes: int) -> list[tuple[str, Tensor]]:
         received: list[tuple[str, Tensor]] = []
         if not packed:
             for spec in specs:

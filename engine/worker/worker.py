@@ -118,6 +118,7 @@ class Worker:
             self.runner.cache.pool.site_memory,
         )
         self._staged: dict[str, Tensor] = {}
+        self._slots: Mapping[str, Slot] = {}  # where the staged tensors go
         self._num_weight_updates = 0
         self._closed = False
 
@@ -190,7 +191,8 @@ class Worker:
         self._staged = {}
         model = self.runner.model
         pairs = model.split_stacked(weights)
-        self._staged = check_update(model.weight_slots(), pairs, check_finite=True, names=model.config.names)
+        self._slots = model.weight_slots()
+        self._staged = check_update(self._slots, pairs, check_finite=True, names=model.config.names)
         return len(self._staged)
 
     def stage_files(self, *paths: str) -> int:
@@ -205,7 +207,7 @@ class Worker:
 
     def commit_weights(self) -> None:
         """Write this rank's part of the staged tensors in place; graphs stay valid."""
-        write_update(self.runner.model.weight_slots(), self._staged)
+        write_update(self._slots, self._staged)
         self.memory.weights_came(self._staged)
         self._num_weight_updates += 1
         self.discard_weights()
@@ -218,7 +220,7 @@ class Worker:
 
     def discard_weights(self) -> None:
         """Release the staged tensors."""
-        self._staged = {}
+        self._staged, self._slots = {}, {}
 
     def share_weights(self, trainer: nn.Module) -> int:
         """Make a trainer's parameters views of the model's storage; return their number. Only with one rank.

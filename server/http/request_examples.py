@@ -59,5 +59,7 @@ REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "/init_weights_update_group": {"master_address": "localhost", "master_port": 29600, "world_size": 2},
     "/destroy_weights_update_group": {"group_name": "weight_update_group"},
     "/update_weights_from_distributed": {"names": ["model.norm.weight"], "dtypes": ["bfloat16"], "shapes": [[576]]},
+    "/update_weights_from_tensor": {"serialized_named_tensors": ["gASVBAAAAAAAAABdlC4="], "weight_version": "step-1"},
+    "/collective_rpc": {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}},
     "/get_weights_by_name": {"name": "model.norm.weight", "truncate_size": 4},
 }

@@ -32,7 +32,7 @@ KINDS: Mapping[str, str] = {
 ENDINGS = frozenset({"/resume", "/continue_generation", "/wake_up", "/resume_memory_occupation"})
 # A replica that starts later could not repeat these, and would serve other weights than the rest.
 _NOT_SHARED = (
-    "/start_weight_update", "/finish_weight_update", "/init_weight", "/destroy_weights_update_group",
+    "/start_weight_update", "/finish_weight_update", "/init_weight", "/collective_rpc", "/destroy_weights_update_group",
     "/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_ipc",
 )  # fmt: skip
 FROM_DISK = "load weights from files with /weights/update, or generate with engine.integrations.rollout_pool"

@@ -7,7 +7,7 @@ in the engine loop between two steps, for all API workers. Nothing of a body is 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
@@ -154,8 +154,13 @@ async def start_weight_update(request: Request, body: bodies.StartWeightUpdateBo
 
 @router.post("/init_weight_transfer_engine", responses=answered_by(wire.Message))
 async def init_weight_transfer_engine(body: bodies.InitTransferBody, request: Request) -> dict[str, Any]:
-    """Join a trainer's group of processes, over which /update_weights then receives. Ends when all have joined."""
-    client, info = await _client(request, body), body.init_info
+    """Join a trainer's group of processes, over which /update_weights then receives. Ends when all have joined.
+
+    With an empty `init_info`, for handles of GPU memory, there is nothing to do.
+    """
+    client, info = await _client(request, body), body.group
+    if info is None:
+        return {"message": "Weight transfer initialized"}
     await client.ask(
         "join_weight_group", VLLM_GROUP, info.master_address, info.master_port, info.rank_offset, info.world_size,
         info.backend, info.timeout, info.packed, info.packed_buffer_size_bytes,
@@ -197,14 +202,47 @@ async def update_weights_from_distributed(body: bodies.DistributedUpdateBody, re
     return {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}
 
 
+@router.post("/collective_rpc", responses=answered_by(wire.RpcResults))
+async def collective_rpc(body: bodies.CollectiveRpcBody, request: Request) -> dict[str, Any]:
+    """Update weights in parts from the memory of a GPU, as SkyRL calls its extension of vLLM's workers.
+
+    Other methods are refused: nothing is called by the name that a client sends.
+    """
+    client = await _client(request, body)
+    if body.method == "skyrl_start_weight_update":
+        await client.ask("start_weight_update")
+    elif body.method == "update_weights_ipc":
+        await client.ask("update_weights_from_memory", body.shared)
+    else:
+        await client.ask("finish_weight_update")
+    return {"results": [None]}
+
+
+@router.post("/update_weights_from_tensor", responses=answered_by(wire.DiskUpdate))
+async def update_weights_from_tensor(body: bodies.TensorUpdateBody, request: Request) -> dict[str, Any]:
+    """Copy weights from the memory of a GPU that trainer and server share, in SGLang's format.
+
+    Of the pickles, exactly the handles of tensors are read; nothing is unpickled.
+    """
+    client, shared = await _client(request, body), body.shared
+    if body.abort_all_requests:
+        await client.abort_requests()
+    written, version = await client.ask("update_weights_from_memory", shared, body.weight_version)
+    message = f"{written} tensors were written; the weights have the version {version}"
+    return {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}
+
+
 @router.post("/update_weights", responses=answered_by(wire.WeightsWritten) | NOT_SUPPORTED)
 async def update_weights(body: bodies.UpdateWeightsBody, request: Request) -> dict[str, Any]:
-    """Load weights from files on the server's host or over a trainer's group of processes.
+    """Load weights from files on the server's host, over a trainer's group of processes, or from a GPU's memory.
 
     Within an update that was started they only become a part of it. Steps go on while tensors arrive.
     """
     client, sent = await _client(request, body), body.transfer
-    if sent is None:
+    shared = body.shared
+    if shared is not None:
+        written, version = await client.ask("update_weights_from_memory", shared, body.weight_version)
+    elif sent is None:
         written, version = await client.ask("update_weights_from_disk", body.path(), body.weight_version)
     else:
         written, version = await client.ask(
@@ -377,29 +415,14 @@ def _given(name: str, in_query: T | None, in_body: T | None) -> T | None:
 
 # ---- refused by name -----------------------------------------------------------------------------------------------
 
-_HANDLES = ("serialised tensors and handles", bodies.FROM_DISK)
-_Method = Literal["GET", "POST"]
-_LATER: tuple[tuple[str, tuple[_Method, ...], tuple[str, str]], ...] = (
-    ("/update_weights_from_tensor", ("POST",), _HANDLES),
-    ("/update_weights_from_ipc", ("POST",), _HANDLES),
-)
 
-
-def _not_supported(what: str, instead: str) -> WireError:
-    return WireError(
-        501, f"{what}: not supported by this engine; {instead}", type="not_implemented_error", code="not_implemented"
+@router.post("/update_weights_from_ipc", responses=NOT_SUPPORTED)
+async def update_weights_from_ipc(request: Request) -> None:
+    """Refused with 501: the checkpoint engine's sockets carry pickles."""
+    raise WireError(
+        501,
+        "update_weights_from_ipc: not supported by this engine, since the sockets of zmq_handles carry pickles; use "
+        f"/update_weights_from_tensor for tensors on the same GPU, or {bodies.FROM_DISK}",
+        type="not_implemented_error",
+        code="not_implemented",
     )
-
-
-def _add_later(path: str, methods: tuple[_Method, ...], reason: tuple[str, str]) -> None:
-    async def refuse(request: Request) -> None:
-        raise _not_supported(*reason)
-
-    router.add_api_route(
-        path, refuse, methods=list(methods), responses=NOT_SUPPORTED, name=path[1:],
-        description=f"Refused with 501: {reason[0]}.",
-    )  # fmt: skip
-
-
-for _one in _LATER:
-    _add_later(*_one)

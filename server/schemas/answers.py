@@ -553,6 +553,12 @@ class Success(Answer):
     message: str
 
 
+class RpcResults(Answer):
+    """What each process returned: nothing."""
+
+    results: list[None]
+
+
 class Message(Answer):
     """What was done."""
 

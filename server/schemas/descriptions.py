@@ -283,6 +283,17 @@ OF_BODY["DistributedUpdateBody"] = _TENSORS | {
     "abort_all_requests": "abort all requests before",
     "load_format": "flattened_bucket: all tensors come in one buffer",
 }
+OF_BODY["TensorUpdateBody"] = {
+    "serialized_named_tensors": "base64 of pickled handles of tensors in a GPU's memory; the first entry is read",
+    "load_format": "flattened_bucket: all tensors are in one buffer",
+    "weight_version": "name of the new weights",
+    "abort_all_requests": "abort all requests before",
+}
+OF_BODY["CollectiveRpcBody"] = {
+    "method": "skyrl_start_weight_update, update_weights_ipc or skyrl_finish_weight_update",
+    "args": "none",
+    "kwargs": "update_info of update_weights_ipc: names, dtype_names, shapes, sizes and ipc_handles_pickled",
+}
 OF_BODY["BatchChatBody"] = OF_BODY["ChatBody"] | {"messages": "conversations, each a list of messages"}
 
 

@@ -5,18 +5,22 @@ A field that these servers read and that has no effect here is listed in `no_eff
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from engine.core.pause import PauseMode
 from engine.errors import RequestError
+from engine.protocol.memory_handles import SharedWeights
 from graph_cache.validation import did_you_mean
+from server.schemas.field_paths import field_path
 from server.schemas.requests import FAIL_FAST, Text, Wire
+from server.schemas.tensor_handles import FROM_DISK, from_sglang, from_skyrl, from_vllm
 
 Path = Annotated[Text, Field(min_length=1, max_length=4096)]
 Version = Annotated[Text, Field(min_length=1, max_length=256)]
-FROM_DISK = "save safetensors where the server can read them, such as in /dev/shm, and call /update_weights_from_disk"
+
+B = TypeVar("B", bound="TrainerBody")
 
 
 class TrainerBody(Wire):
@@ -30,6 +34,18 @@ class TrainerBody(Wire):
             if value is not None and name not in self.no_effect.split():
                 hint = did_you_mean(name, type(self).model_fields) or "; remove it"
                 raise RequestError(f"{name[:64]} is not a known field{hint}", param=name[:64])
+
+
+def _checked(kind: type[B], fields: dict[str, Any], name: str) -> B:
+    """Return the fields of the object `name` in a body as `kind`. Raises RequestError."""
+    try:
+        found = kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        said = first["msg"].removeprefix("Value error, ")
+        raise RequestError(f"{name}.{field_path(first['loc'])}: {said}", param=str(first["loc"][0])) from error
+    found.refuse_unsupported()
+    return found
 
 
 class NoBody(TrainerBody):
@@ -125,13 +141,16 @@ class InitGroup(TrainerBody):
 
 
 class InitTransferBody(TrainerBody):
-    """Body of vLLM's POST /init_weight_transfer_engine."""
+    """Body of vLLM's POST /init_weight_transfer_engine. An empty init_info is that of handles of GPU memory."""
 
-    init_info: InitGroup
+    init_info: dict[str, Any]
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        self.init_info.refuse_unsupported()
+    @property
+    def group(self) -> InitGroup | None:
+        """Where the group of processes is; None if there is none to join."""
+        if not self.init_info:
+            return None
+        return _checked(InitGroup, self.init_info, "init_info")
 
 
 class InitUpdateGroupBody(TrainerBody):
@@ -159,6 +178,66 @@ class GroupTransfer(TrainerBody):
     names: Names
     dtype_names: list[Text]
     shapes: Shapes
+
+
+class HandleTransfer(GroupTransfer):
+    """Handles of the tensors in a GPU's memory, in vLLM's format; with `tensor_sizes`, of one buffer of all."""
+
+    no_effect = "is_checkpoint_format packed"
+
+    ipc_handles_pickled: Text
+    tensor_sizes: Annotated[list[int], FAIL_FAST] | None = None
+
+
+class ChunkTransfer(GroupTransfer):
+    """Handles of one buffer of several tensors of a dtype, in SkyRL's format. `sizes` count elements."""
+
+    sizes: Annotated[list[int], FAIL_FAST]
+    ipc_handles_pickled: Text
+
+
+class CollectiveRpcBody(TrainerBody):
+    """Body of vLLM's POST /collective_rpc: the calls of SkyRL's extension of vLLM's workers, and no others."""
+
+    no_effect = "timeout"
+
+    method: Literal["skyrl_start_weight_update", "update_weights_ipc", "skyrl_finish_weight_update"]
+    args: list[Any] = Field(default_factory=list, max_length=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        known = {"skyrl_start_weight_update": "is_checkpoint_format", "update_weights_ipc": "update_info"}
+        for name, value in self.kwargs.items():
+            if name != known.get(self.method):
+                raise RequestError(f"kwargs.{name[:64]} is not an argument of {self.method}: remove it", param="kwargs")
+            if name == "is_checkpoint_format" and value is not True:
+                raise RequestError("kwargs.is_checkpoint_format must be true: send Hugging Face names", param="kwargs")
+
+    @property
+    def shared(self) -> SharedWeights:
+        """The weights of update_weights_ipc, which lie in a GPU's memory."""
+        sent = self.kwargs.get("update_info")
+        if not isinstance(sent, dict):
+            raise RequestError("kwargs.update_info is missing: send it", param="kwargs")
+        chunk = _checked(ChunkTransfer, sent, "kwargs.update_info")
+        return from_skyrl(chunk.names, chunk.dtype_names, chunk.shapes, chunk.ipc_handles_pickled, chunk.sizes)
+
+
+class TensorUpdateBody(TrainerBody):
+    """Body of SGLang's POST /update_weights_from_tensor: an entry per rank, of which the first is read."""
+
+    no_effect = "flush_cache torch_empty_cache disable_draft_model"
+
+    serialized_named_tensors: Annotated[list[Text], FAIL_FAST, Field(min_length=1)]
+    load_format: Literal["auto", "flattened_bucket"] | None = None
+    weight_version: Version | None = None
+    abort_all_requests: bool = False
+
+    @property
+    def shared(self) -> SharedWeights:
+        """The weights, which lie in a GPU's memory."""
+        return from_sglang(self.serialized_named_tensors[0], self.load_format == "flattened_bucket")
 
 
 class DistributedUpdateBody(TrainerBody):
@@ -191,26 +270,43 @@ class UpdateWeightsBody(TrainerBody):
             if self.weight_dir is None:
                 raise RequestError("update_info is missing: send it, or weight_dir", param="update_info")
             return self.weight_dir
-        if self.weight_dir is not None:
-            raise RequestError("send update_info or weight_dir, not both", param="weight_dir")
-        found = self.update_info.get("weight_dir")
+        found = self._info.get("weight_dir")
         if isinstance(found, str) and found and set(self.update_info) == {"weight_dir"}:
             return found
         for name in filter(_is_handle, self.update_info):
-            raise RequestError(f"update_info.{name[:64]}: handles are not read; {FROM_DISK}", param=name[:64])
+            raise RequestError(
+                f"update_info.{name[:64]}: send the handles as ipc_handles_pickled, with names, dtype_names and "
+                f"shapes; or {FROM_DISK}",
+                param=name[:64],
+            )
         raise RequestError(
             "update_info must be an object with weight_dir alone, the path of the weights", "update_info"
         )
 
     @property
+    def _info(self) -> dict[str, Any]:
+        if self.update_info is not None and self.weight_dir is not None:
+            raise RequestError("send update_info or weight_dir, not both", param="weight_dir")
+        return self.update_info or {}
+
+    @property
     def transfer(self) -> GroupTransfer | None:
         """What comes over a group of processes, as in vLLM's nccl back end; None if the weights come otherwise."""
-        info = self.update_info or {}
+        info = self._info
         if not {"names", "shapes"} <= info.keys() or any(map(_is_handle, info)):
             return None
-        transfer = GroupTransfer.model_validate(info)
-        transfer.refuse_unsupported()
-        return transfer
+        return _checked(GroupTransfer, info, "update_info")
+
+    @property
+    def shared(self) -> SharedWeights | None:
+        """What lies in a GPU's memory, as in vLLM's ipc back end; None if the weights come otherwise."""
+        info = self._info
+        if not {"names", "shapes", "ipc_handles_pickled"} <= info.keys() or info["ipc_handles_pickled"] is None:
+            return None
+        transfer = _checked(HandleTransfer, info, "update_info")
+        return from_vllm(
+            transfer.names, transfer.dtype_names, transfer.shapes, transfer.ipc_handles_pickled, transfer.tensor_sizes
+        )
 
 
 def _is_handle(name: str) -> bool:

@@ -102,3 +102,25 @@ def test_a_server_that_runs_already_is_trained_over_a_group(tmp_path: Path, key:
         shown = run("examples/grpo_remote.py", "--steps", "10", *url, environment={"ENCORE_ADMIN_KEY": key})
     assert "the server holds the trainer's weights: yes\n" in shown
     assert re.search(r"^graphs captured: [1-9]\d* before the updates, 0 after$", shown, re.MULTILINE), shown
+
+
+MEGATRON_ROW = re.compile(r"first 10 steps ([\d.]+), last 10 ([\d.]+)$", re.MULTILINE)
+
+
+def megatron_rewards(*options: str) -> tuple[float, float]:
+    """Run the Megatron example, and return the first and the last mean rewards."""
+    shown = run("examples/grpo_megatron.py", *options)
+    assert float(re.search(r"^largest difference of log-probabilities: (\S+)$", shown, re.MULTILINE)[1]) < 1e-4
+    captured = re.search(
+        r"^graphs captured: (\d+) in the first 4 steps, 0 after; (\d+) replays in", shown, re.MULTILINE
+    )
+    assert captured and int(captured[1]) > 10 and int(captured[2]) > 0, shown
+    first, last = MEGATRON_ROW.search(shown).groups()
+    return float(first), float(last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_megatron_model_learns_in_the_storage_that_it_generates_from(seed: str) -> None:
+    first, last = megatron_rewards("--seed", seed)
+    assert last > 1.5 * first

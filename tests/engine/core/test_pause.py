@@ -324,3 +324,33 @@ def test_random_pauses_aborts_and_updates_leak_nothing_and_mix_no_weights(
                         chosen = logits[place, output.token_ids[place]]
                         assert chosen >= logits[place].max() - 1e-3, (name, place, span)
     assert several > 20, "updates met running requests"
+
+
+@BOTH
+def test_a_thousand_aborts_between_updates_leak_nothing(
+    paused_loop, reference, other_reference, weights, async_scheduling
+):
+    loop = paused_loop(async_scheduling=async_scheduling, max_num_seqs=8, num_pages=48)
+    references, generator = {"a": reference, "b": other_reference}, random.Random(11)
+    for number in range(1000):
+        name = str(number)
+        one = request(name, generator.choice(PROMPTS), greedy(generator.randint(2, 60)))
+        one.names = (name,)
+        loop.add(one)
+        for _ in range(generator.randint(0, 3)):
+            loop.step()
+        victim = str(generator.randint(max(0, number - 8), number))
+        if generator.random() < 0.5:
+            loop.abort([victim])
+        else:
+            loop.abort_requests([victim])
+        if number % 50 == 0:
+            loop.update_weights(weights["ab"[number // 50 % 2]].items(), f"v{number}")
+            loop.scheduler.check()
+    while loop.has_work:
+        loop.step()
+    loop.idle_check()
+    for letter, expected in references.items():
+        loop.update_weights(weights[letter].items(), letter)
+        loop.add(request(letter, PROMPTS[0], greedy(20)))
+        assert tokens(drain(loop)[letter]) == expected.greedy(PROMPTS[0], 20)

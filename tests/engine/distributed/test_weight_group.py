@@ -77,6 +77,15 @@ def test_a_trainer_that_joins_and_never_sends_is_an_error_after_the_timeout(trai
     group.close()
 
 
+@pytest.mark.gpu
+def test_weights_that_do_not_fit_beside_the_old_ones_are_refused_before_they_come():
+    group = WeightGroup(None, torch.device("cuda"))
+    specs = [TensorSpec("a", torch.float32, (1 << 40,))]
+    for packed in (False, True):
+        with pytest.raises(WeightUpdateError, match=r"no room for 4096.00 GiB .* lower gpu_memory_utilization"):
+            group.receive(specs, packed=packed)
+
+
 def test_a_trainer_that_never_joins_is_an_error_after_the_timeout():
     with pytest.raises(WeightUpdateError, match=r"'late' at 127.0.0.1:\d+ was not joined by 2 processes within 1 s"):
         WeightGroup.join("127.0.0.1", free_port(), rank=1, world_size=2, timeout=1, name="late")

@@ -34,7 +34,7 @@ CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/
            weight_checker update_weights_from_disk get_weights_by_name get_world_size get_model_info model_info
            init_weight_transfer_engine init_weights_update_group destroy_weights_update_group
            update_weights_from_distributed update_weights_from_tensor update_weights_from_ipc sleep wake_up is_sleeping
-           release_memory_occupation resume_memory_occupation release_kv_cache_memory
+           release_memory_occupation resume_memory_occupation release_kv_cache_memory collective_rpc
            """.split()))  # fmt: skip
 
 

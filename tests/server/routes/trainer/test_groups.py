@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 
 import pytest
@@ -112,6 +113,29 @@ def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, we
     assert greedy(server) == references["a"].greedy(IDS, 12)
     error = error_of(server.post("/update_weights", {"update_info": specs(weights)}), 400)
     assert "no weight group 'vllm' was joined" in error["message"]
+
+
+def die_halfway(port: int, folder) -> None:
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name="vllm", timeout=60)
+    tensors = list(safetensors.torch.load_file(next(folder.glob("*.safetensors"))).items())
+    group.send(tensors[: len(tensors) // 2])
+    os._exit(1)
+
+
+def test_a_trainer_that_dies_halfway_changes_nothing(server, weights, folders, references):
+    port = free_port()
+    process = multiprocessing.get_context("spawn").Process(target=die_halfway, args=(port, folders["b"]))
+    process.start()
+    try:
+        server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
+        error = error_of(server.post("/update_weights", {"update_info": specs(weights)}, timeout=60), 400)
+    finally:
+        process.kill()
+    assert "a transfer over the weight group failed" in error["message"]
+    assert greedy(server) == references["a"].greedy(IDS, 12)
+    checksums = server.answer("/weight_checker", {"action": "checksum"})["checksums"]
+    server.answer("/update_weights_from_disk", {"model_path": str(folders["a"])})
+    assert server.answer("/weight_checker", {"action": "compare", "baseline": checksums})["match"]
 
 
 def test_a_trainer_that_never_joins_blocks_no_request(server, references, threads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 
@@ -13,6 +14,7 @@ import torch
 
 from server.schemas import answers as wire
 from tests.server.http.test_bodies import error_of
+from tests.server.schemas.test_tensor_handles import GPU, OnGpu, encoded
 
 ROUTE = "/inference/v1/generate"
 IDS = [40, 41, 42, 43]
@@ -302,6 +304,10 @@ def test_the_server_describes_itself_to_trainers(server, folders):
     assert info.keys() == server.http.get("/get_server_info").json().keys()
 
 
+HANDLES = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+EVIL = encoded([{GPU: (os.system, ("true",))}])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
@@ -316,9 +322,29 @@ def test_the_server_describes_itself_to_trainers(server, folders):
         ("/abort_request", {}, "rid", "abort_all"),
         ("/update_weights", {}, "update_info", "missing"),
         ("/update_weights", {"update_info": {}}, "update_info", "weight_dir"),
-        ("/update_weights", {"update_info": {"names": [], "shapes": [], "ipc_handles_pickled": "gASV"}},
-         "ipc_handles_pickled", "/update_weights_from_disk"),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": "gASV"}}, "ipc_handles_pickled",
+         "/update_weights_from_disk"),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": EVIL}}, "ipc_handles_pickled",
+         "nothing is unpickled: it calls posix.system"),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles": []}}, "ipc_handles", "as ipc_handles_pickled"),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": EVIL, "sizes": [1]}}, "sizes", "known"),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": EVIL, "names": []}}, "names", "1"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [EVIL]}, "serialized_named_tensors",
+         "nothing is unpickled"),
+        ("/collective_rpc", {"method": "save_sharded_state"}, "method", "skyrl_start_weight_update"),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update", "args": [1]}, "args", "0"),
+        ("/collective_rpc", {"method": "skyrl_finish_weight_update", "kwargs": {"a": 1}}, "kwargs", "not an argument"),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": False}},
+         "kwargs", "must be true"),
+        ("/collective_rpc", {"method": "update_weights_ipc"}, "kwargs", "missing"),
+        ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": HANDLES | {"sizes": [7],
+         "ipc_handles_pickled": encoded({GPU: OnGpu(shape=(6,)).reduced})}}}, "tensor_sizes", "has 12 bytes"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, "serialized_named_tensors", "1"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [EVIL], "load_format": "direct"}, "load_format",
+         "flattened_bucket"),
         ("/update_weights", {"weight_dir": "/x", "update_info": {}}, "weight_dir", "not both"),
+        ("/update_weights", {"weight_dir": "/x", "update_info": HANDLES | {"ipc_handles_pickled": EVIL}}, "weight_dir",
+         "not both"),
         ("/update_weights", {"weight_dir": "/nowhere"}, None, "does not exist"),
         ("/finish_weight_update", {"weight_version": ""}, "weight_version", "at least 1"),
         ("/update_weight_version", {}, "new_version", "required"),
@@ -340,17 +366,24 @@ def test_a_wrong_body_is_refused_by_name_and_changes_nothing(server, path, body,
     assert server.http.get("/is_paused").json() == {"is_paused": False}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASVAAAA"]}),
-        ("/update_weights_from_ipc", {}),
-    ],
-)  # fmt: skip
-def test_what_the_engine_lacks_is_a_501_that_says_what_to_do(server, path, body):
-    error = error_of(server.post(path, body), 501)
+def test_handles_of_gpu_memory_are_read_and_an_engine_on_a_cpu_says_that_it_has_none(server):
+    assert server.answer("/init_weight_transfer_engine", {"init_info": {}})["message"]
+    version = server.http.get("/weight_info").json()
+    sglang = {"serialized_named_tensors": [encoded([("a", OnGpu())])], "flush_cache": True, "weight_version": "1"}
+    vllm = {"update_info": HANDLES | {"ipc_handles_pickled": encoded([{GPU: OnGpu().reduced}]), "packed": False}}
+    flat = {GPU: OnGpu(shape=(6,)).reduced}
+    chunk = {"update_info": HANDLES | {"sizes": [6], "ipc_handles_pickled": encoded(flat)}}
+    skyrl = {"method": "update_weights_ipc", "kwargs": chunk}
+    for path, body in (("/update_weights_from_tensor", sglang), ("/update_weights", vllm), ("/collective_rpc", skyrl)):
+        error = error_of(server.post(path, body), 400)
+        assert error["message"] == "the weights are in the memory of a GPU, and this engine runs on cpu"
+    assert server.http.get("/weight_info").json() == version
+
+
+def test_sockets_that_carry_pickles_are_a_501_that_says_what_to_do(server):
+    error = error_of(server.post("/update_weights_from_ipc", {"zmq_handles": {}}), 501)
     assert error["code"] == "not_implemented" and "not supported" in error["message"]
-    assert "/update_weights_from_disk" in error["message"]
+    assert "/update_weights_from_disk" in error["message"] and "/update_weights_from_tensor" in error["message"]
 
 
 # ---- keys ----------------------------------------------------------------------------------------------------------
