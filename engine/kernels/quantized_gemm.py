@@ -2,7 +2,8 @@
 
 The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
 the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
-weight ever has a plain copy. Device code: quantized_gemm_kernels.py. Imports triton: import this module only on
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and quantized_stream_kernels.py for the fewest
+rows on Hopper GPUs. Imports triton: import this module only on
 CUDA (or under TRITON_INTERPRET=1).
 """
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
+from engine.kernels.launch import SHARED_BYTES, cdiv, has_gluon, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
 from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, gate, rms_norm
@@ -24,6 +25,11 @@ FORMATS = tuple(CODES_PER_BYTE)
 
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
+
+STREAM_ROWS = 16
+"""GEMMs of at most as many rows use the kernel of quantized_stream_kernels.py, where it supports the weight."""
+
+STREAM_FORMATS = ("fp8", "int8", "int4")
 
 FP8_GROUP = 128
 """Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
@@ -51,6 +57,14 @@ class LaunchConfig(NamedTuple):
     warps: int
     stages: int
     lines: int = 0
+
+
+class StreamConfig(NamedTuple):
+    """Launch configuration of quantized_stream_kernels.py: rows, outputs per program, and warps, which share K."""
+
+    tile_rows: int
+    tile_outputs: int
+    warps: int
 
 
 class Layout(NamedTuple):
@@ -100,11 +114,26 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Lay
     return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages), PREFETCHED_LINES)
 
 
-def half_normed(rows: int, outputs: int, dtype: torch.dtype) -> int:
+def stream_config(rows: int, weight: LinearWeight, inputs: int) -> StreamConfig | None:
+    """Return the tile of the kernel for the fewest rows; None if it doesn't compute this product.
+
+    It needs a Hopper GPU, rows of a multiple of 16 bytes, and scales for whole rows or whole 128 columns.
+    """
+    if rows > STREAM_ROWS or weight.format not in STREAM_FORMATS or not has_gluon(weight.weight.device):
+        return None
+    layout = layout_of(weight, inputs)
+    if inputs // layout.per_byte % 16 or layout.mode == "weight" or layout.step_bytes != 128:
+        return None
+    return StreamConfig(8 if rows <= 8 else 16, 16, 4)
+
+
+def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
     """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
-    if dtype == torch.float16:  # weights apply before the division: outliers may exceed float16's 65504
+    if dtype == torch.float16 or rows > MAX_ROWS:  # weights apply before the division: outliers may exceed 65504
         return 0
-    return 0 if rows > MAX_ROWS else cdiv(outputs, TILE_OUTPUTS)
+    outputs, row_bytes = weight.weight.shape
+    stream = stream_config(rows, weight, row_bytes * CODES_PER_BYTE[weight.format])
+    return cdiv(outputs, TILE_OUTPUTS if stream is None else stream.tile_outputs)
 
 
 def linear(
@@ -121,7 +150,7 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
-    pick: LaunchConfig | None = None,
+    pick: LaunchConfig | StreamConfig | None = None,
 ) -> None:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
 
@@ -144,9 +173,12 @@ def linear(
             gate(product, out)
         return
     layout = layout_of(weight, inputs)
-    pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
-    half_norm = next_norm if half_normed(rows, out.shape[1], out.dtype) else None
-    _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+    pick = pick or stream_config(rows, weight, inputs) or choose_config(rows, out.shape[1], inputs, gated, layout)
+    half_norm = next_norm if half_normed(rows, weight, out.dtype) else None
+    if isinstance(pick, StreamConfig):
+        _launch_stream(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+    else:
+        _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
 
 
 def multiplies(x: Tensor, weight: LinearWeight) -> bool:
@@ -160,7 +192,10 @@ def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     if len(x) > MAX_ROWS:
         _multiply_fp8(x, weight, out, bias, False)
         return out
-    layout = layout_of(weight, x.shape[1])
+    layout, stream = layout_of(weight, x.shape[1]), stream_config(len(x), weight, x.shape[1])
+    if stream is not None:
+        _launch_stream(x, weight, out, layout, stream, None, 0.0, bias, False, False, None, 0, False)
+        return out
     pick = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
     _launch(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
     return out
@@ -279,6 +314,57 @@ def _launch(
         LINES=pick.lines,
         num_warps=pick.warps,
         **launch_options(pdl),
+    )
+
+
+def _launch_stream(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    layout: Layout,
+    pick: StreamConfig,
+    scratch: Scratch | None,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+    add: bool,
+    next_norm: Tensor | None,
+    squares: int,
+    late: bool,
+) -> None:
+    from engine.kernels.quantized_stream_kernels import quantized_stream_kernel  # needs Gluon: see `stream_config`
+
+    rows, inputs = x.shape
+    outputs = out.shape[1]
+    assert weight.scale is not None
+    constants = constants_of(weight, layout)
+    del constants["ACT_ORDER"]
+    quantized_stream_kernel[(cdiv(outputs, pick.tile_outputs),)](
+        x,
+        weight.weight.view(torch.int32),
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        x if scratch is None else scratch.normed,
+        x if scratch is None else scratch.squares,
+        rows,
+        outputs,
+        eps,
+        K=inputs,
+        **constants,
+        BM=pick.tile_rows,
+        BN=pick.tile_outputs,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias is not None,
+        HALF_NORM=next_norm is not None,
+        NUM_SQUARES=squares,
+        SQUARES_PAD=next_power_of_2(max(1, squares)),
+        TRIGGER_AFTER_MATH=late,
+        num_warps=pick.warps,
+        **launch_options(True),
     )
 
 
