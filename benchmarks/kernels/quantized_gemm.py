@@ -117,7 +117,7 @@ def library(case: Case, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig]:
     """Tiles worth trying, the engine's choice first."""
     layout = layout_of(weight, case.k)
-    stream = stream_config(rows, weight, case.k)
+    stream = stream_config(rows, weight, case.k, case.gated)
     found: list[LaunchConfig | StreamConfig] = [] if stream is None else [stream]
     found.append(choose_config(rows, case.n, case.k, case.gated, layout))
     if stream is not None:
@@ -153,7 +153,7 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
             graphs[form, "cuBLAS"] = capture(*[partial(library, case, x, w) for w in weights]), len(weights)
         picks: list[Any] = [None]
         if form != "bf16" and rows <= MAX_ROWS:
-            picks = candidates(case, rows, weights[0])[: None if sweep else 1]
+            picks = [None, *(candidates(case, rows, weights[0]) if sweep else ())]
 
         def run(weights: Any = weights, picks: Any = picks, form: str = form) -> None:
             for pick in picks:

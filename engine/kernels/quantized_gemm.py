@@ -26,7 +26,7 @@ FORMATS = tuple(CODES_PER_BYTE)
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
-STREAM_ROWS = 16
+STREAM_ROWS = 8
 """GEMMs of at most as many rows use the kernel of quantized_stream_kernels.py, where it supports the weight."""
 
 STREAM_FORMATS = ("fp8", "int8", "int4")
@@ -39,6 +39,10 @@ PREFETCHED_LINES = 2
 3.22 ms in int4, 4.79 and 3.56 ms without, 4.64 and 3.71 ms with four lines."""
 
 TILE_OUTPUTS = 64
+WIDE_ROWS = 64
+"""From more rows on, a program computes all of them with 2 x TILE_OUTPUTS outputs: codes are converted once, and x is
+read from the L2 cache half as often."""
+
 TILE_WEIGHTS = 1 << 24
 """The most weights that are dequantised at once: 32 MiB in 16 bits, which stay in the L2 cache until they are read."""
 
@@ -100,21 +104,33 @@ def layout_of(weight: LinearWeight, inputs: int) -> Layout:
 
 
 def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Layout) -> LaunchConfig:
-    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format."""
-    tile_rows = max(16, min(64, next_power_of_2(rows)))
-    tiles = cdiv(outputs, TILE_OUTPUTS) * cdiv(rows, tile_rows)
-    step, splits = layout.step_bytes, 1
-    steps = cdiv(inputs // layout.per_byte, step)
-    while splits < 4 and tiles * splits < 2 * NUM_SMS and steps % (2 * splits) == 0 and steps >= 8 * splits:
+    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format.
+
+    Measured on an H200 with benchmarks/kernels/quantized_gemm.py: programs that share K pay off while all of them run
+    at once.
+    """
+    wide = _is_wide(rows, layout) and not gated
+    tile_rows = 128 if wide else max(16, min(64, next_power_of_2(rows)))
+    tile_outputs = 2 * TILE_OUTPUTS if wide else TILE_OUTPUTS
+    tiles = cdiv(outputs, tile_outputs) * cdiv(rows, tile_rows)
+    step, splits = min(layout.step_bytes, 128 // layout.per_byte) if wide else layout.step_bytes, 1
+    steps, resident = cdiv(inputs // layout.per_byte, step), NUM_SMS if wide else 2 * NUM_SMS
+    while splits < 4 and tiles * 2 * splits <= resident and steps % (2 * splits) == 0 and steps >= 8 * splits:
         splits *= 2
-    stage_bytes = TILE_OUTPUTS * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
+    stage_bytes = tile_outputs * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
     stages = min(6, cdiv(steps, splits), SHARED_BYTES // 2 // stage_bytes - 1)
+    if wide:
+        stages = min(3, SHARED_BYTES // stage_bytes - 1)
     if layout.mode == "weight":  # a stage holds scales of 4 bytes too
         stages = 2
-    return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages), PREFETCHED_LINES)
+    return LaunchConfig(tile_rows, tile_outputs, step, splits, 8 if wide else 4, max(2, stages), PREFETCHED_LINES)
 
 
-def stream_config(rows: int, weight: LinearWeight, inputs: int) -> StreamConfig | None:
+def _is_wide(rows: int, layout: Layout) -> bool:
+    return rows > WIDE_ROWS and layout.mode != "weight"
+
+
+def stream_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | None:
     """Return the tile of the kernel for the fewest rows; None if it doesn't compute this product.
 
     It needs a Hopper GPU, rows of a multiple of 16 bytes, and scales for whole rows or whole 128 columns.
@@ -124,7 +140,10 @@ def stream_config(rows: int, weight: LinearWeight, inputs: int) -> StreamConfig 
     layout = layout_of(weight, inputs)
     if inputs // layout.per_byte % 16 or layout.mode == "weight" or layout.step_bytes != 128:
         return None
-    return StreamConfig(8 if rows <= 8 else 16, 16, 4)
+    # more warps hide more of the latency of loads, while all programs run at once
+    tiles = cdiv(len(weight.weight) // (2 if gated else 1), 16)
+    warps = 8 if not gated and tiles <= (3 if layout.per_byte == 1 else 2) * NUM_SMS else 4
+    return StreamConfig(8, 16, warps)
 
 
 def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
@@ -132,8 +151,9 @@ def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
     if dtype == torch.float16 or rows > MAX_ROWS:  # weights apply before the division: outliers may exceed 65504
         return 0
     outputs, row_bytes = weight.weight.shape
-    stream = stream_config(rows, weight, row_bytes * CODES_PER_BYTE[weight.format])
-    return cdiv(outputs, TILE_OUTPUTS if stream is None else stream.tile_outputs)
+    inputs = row_bytes * CODES_PER_BYTE[weight.format]
+    pick = stream_config(rows, weight, inputs) or choose_config(rows, outputs, inputs, False, layout_of(weight, inputs))
+    return cdiv(outputs, pick.tile_outputs)
 
 
 def linear(
@@ -173,7 +193,15 @@ def linear(
             gate(product, out)
         return
     layout = layout_of(weight, inputs)
-    pick = pick or stream_config(rows, weight, inputs) or choose_config(rows, out.shape[1], inputs, gated, layout)
+    if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
+        product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
+        pick = choose_config(rows, len(weight.weight), inputs, False, layout)
+        _launch(x, weight, product, layout, pick, scratch, eps, bias, False, False, None, squares, late)
+        gate(product, out)
+        return
+    pick = (
+        pick or stream_config(rows, weight, inputs, gated) or choose_config(rows, out.shape[1], inputs, gated, layout)
+    )
     half_norm = next_norm if half_normed(rows, weight, out.dtype) else None
     if isinstance(pick, StreamConfig):
         _launch_stream(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)

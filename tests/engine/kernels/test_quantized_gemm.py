@@ -130,7 +130,7 @@ def test_every_number_of_rows_gives_the_same_product(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8 per row", "fp8 blocks", "int4 groups with zeros", "int4 act_order", "mxfp4"])
 @pytest.mark.parametrize("form", ["normed", "biased", "added", "added_biased", "gated", "gated_biased"])
-@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 9, 24, 64, 200])
+@pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 9, 24, 64, 100, 200])
 def test_norm_and_epilogues_equal_float64(scheme: str, form: str, rows: int) -> None:
     gated, outputs, inputs = form.startswith("gated"), 64, 384 if INTERPRETED else 1536
     layer = make_layer(scheme, {"a": outputs, "b": outputs} if gated else {"a": outputs}, inputs)
@@ -174,9 +174,9 @@ def test_tiles_of_the_fewest_rows_do_not_change_a_result_between_runs(scheme: st
     layer = make_layer(scheme, {"a": outputs, "b": outputs} if gated else {"a": outputs}, inputs)
     if stream_config(1, layer.linear_weight, inputs) is None:
         pytest.skip("needs a GPU with compute capability 9.0 and Triton 3.6 or 3.7")
-    for rows, tile, warps in itertools.product((1, 7, 8, 9, 16), (16, 32), (2, 4, 8)):
+    for rows, tile, warps in itertools.product((1, 7, 8), (16, 32), (2, 4, 8)):
         x, scratch, runs = random(rows, inputs), scratch_for(rows, outputs, inputs), []
-        pick = StreamConfig(8 if rows <= 8 else 16, tile, warps)
+        pick = StreamConfig(8, tile, warps)
         for _ in range(3):
             out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
             linear(x, layer.linear_weight, out, scratch, gated=gated, pick=pick)
@@ -187,7 +187,7 @@ def test_tiles_of_the_fewest_rows_do_not_change_a_result_between_runs(scheme: st
         assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2]), pick
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 40, 100])
 def test_a_product_starts_the_norm_that_the_next_one_completes(rows: int) -> None:
     """In bfloat16 only, which the interpreter lacks: it computes the same without the start."""
     hidden = 128 if INTERPRETED else 1024
@@ -240,6 +240,7 @@ def test_a_tile_fits_shared_memory_and_scratch() -> None:
                 assert pick.splits == 1 or partials <= scratch.partials.numel()
                 assert tiles <= scratch.arrivals.numel()
                 weight = LinearWeight(torch.empty(outputs, inputs, device="meta"), "fp8", torch.empty(outputs, 1))
+                pick = choose_config(rows, outputs, inputs, False, layout_of(weight, inputs))
                 assert half_normed(rows, weight, torch.bfloat16) == -(-outputs // pick.tile_outputs)
 
 
