@@ -55,7 +55,7 @@ SCHEMES = {
 }
 ODD = (77, 352)
 SHAPES = [(48, 256), ODD] if INTERPRETED else [(1024, 4096), (1000, 1536), (2048, 576), ODD, (130, 96), (51, 10)]
-ROWS = [1, 5] if INTERPRETED else [1, 3, 9, 16, 40, 128]
+ROWS = [1, 5, 70] if INTERPRETED else [1, 3, 9, 16, 40, 128]
 
 
 def make_layer(scheme: str, parts: dict[str, int], inputs: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Linear:
