@@ -114,7 +114,8 @@ def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Lay
     tile_outputs = 2 * TILE_OUTPUTS if wide else TILE_OUTPUTS
     tiles = cdiv(outputs, tile_outputs) * cdiv(rows, tile_rows)
     step, splits = min(layout.step_bytes, 128 // layout.per_byte) if wide else layout.step_bytes, 1
-    steps, resident = cdiv(inputs // layout.per_byte, step), NUM_SMS if wide else 2 * NUM_SMS
+    steps = cdiv(inputs // layout.per_byte, step)
+    resident = (1 if wide else 2 if tile_rows > 16 else 4) * NUM_SMS - 1
     while splits < 4 and tiles * 2 * splits <= resident and steps % (2 * splits) == 0 and steps >= 8 * splits:
         splits *= 2
     stage_bytes = tile_outputs * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
