@@ -31,7 +31,14 @@ from engine.layers.linear import Linear
 if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works there
     from engine.kernels.compile_ahead import compile_ahead
     from engine.kernels.linear_weight import LinearWeight
-    from engine.kernels.quantized_gemm import MAX_ROWS, LaunchConfig, choose_config, layout_of
+    from engine.kernels.quantized_gemm import (
+        MAX_ROWS,
+        LaunchConfig,
+        StreamConfig,
+        choose_config,
+        layout_of,
+        stream_config,
+    )
     from engine.kernels.small_batch_gemm import Scratch
     from engine.kernels.step_linear import linear
 
@@ -107,10 +114,15 @@ def library(case: Case, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return F.silu(y[:, : case.n]) * y[:, case.n :] if case.gated else y
 
 
-def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig]:
+def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig]:
     """Tiles worth trying, the engine's choice first."""
     layout = layout_of(weight, case.k)
-    found = [choose_config(rows, case.n, case.k, case.gated, layout)]
+    stream = stream_config(rows, weight, case.k, case.gated)
+    found: list[LaunchConfig | StreamConfig] = [] if stream is None else [stream]
+    found.append(choose_config(rows, case.n, case.k, case.gated, layout))
+    if stream is not None:
+        found += [stream._replace(tile_outputs=n, warps=w) for n, w in itertools.product((16, 32), (2, 4, 8))]
+        return list(dict.fromkeys(found))
     full = max(16, min(128, 1 << (rows - 1).bit_length()))
     tiles = [full] if full <= 64 else [64, 128]
     for tile_rows, outputs, splits, warps, stages in itertools.product(tiles, (64, 128), (1, 2, 4), (4, 8), (4, 6)):
@@ -141,7 +153,7 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
             graphs[form, "cuBLAS"] = capture(*[partial(library, case, x, w) for w in weights]), len(weights)
         picks: list[Any] = [None]
         if form != "bf16" and rows <= MAX_ROWS:
-            picks = candidates(case, rows, weights[0])[: None if sweep else 1]
+            picks = [None, *(candidates(case, rows, weights[0]) if sweep else ())]
 
         def run(weights: Any = weights, picks: Any = picks, form: str = form) -> None:
             for pick in picks:

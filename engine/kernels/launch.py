@@ -23,17 +23,26 @@ def fits(device: torch.device) -> bool:
     return getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES  # ROCm lacks the attribute
 
 
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Return whether kernels in Gluon, an interface of Triton that changes between versions, run on this device.
+
+    They are written for CUDA devices of compute capability 9.0.
+    """
+    if _capability(device) != (9, 0):
+        return False
+    import triton  # installed only with CUDA, by distributions of several names
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) in ((3, 6), (3, 7))
+
+
 def has_hopper_kernels(device: torch.device, dtype: torch.dtype, dim: int, page_size: int) -> bool:
     """Return whether hopper_prefill.py computes heads of `dim` over pages of `page_size` tokens on this CUDA device.
 
-    Its kernels use WGMMA instructions, through an interface of Triton that changes between versions.
+    Its kernels use WGMMA instructions, through Gluon.
     """
-    import triton  # installed only with CUDA, by distributions of several names
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return (
-        _capability(device) == (9, 0)
-        and version in ((3, 6), (3, 7))
+        has_gluon(device)
         and dtype in (torch.bfloat16, torch.float16)
         and dim in (64, 128)
         and page_size in (8, 16, 32, 64, 128)

@@ -45,6 +45,21 @@ def locate_tile(tile, starts, E: tl.constexpr, E_PAD: tl.constexpr, BM: tl.const
 
 
 @triton.jit
+def locate_rows(order, starts, expert, first_place, TOP_K: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr):
+    """Return, of each of BM places from `first_place`: whether it is the expert's, its row of x, and its row of out.
+
+    GATED reads tokens and writes places; the product after it reads places and writes entries.
+    """
+    places = first_place + tl.arange(0, BM)
+    is_row = places < tl.load(starts + expert + 1)
+    entries = tl.load(order + places, mask=is_row, other=0)
+    if GATED:
+        return is_row, entries // TOP_K, places
+    else:
+        return is_row, places, entries
+
+
+@triton.jit
 def activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """Compute GatedActivation with this limit (0: None) and alpha, in float32."""
     if LIMIT > 0:
@@ -89,10 +104,7 @@ def expert_gemm_kernel(
     expert, first_place = locate_tile(tl.program_id(0), starts, E, E_PAD, BM)
     if expert == E:
         return
-    places = first_place + tl.arange(0, BM)
-    is_row = places < tl.load(starts + expert + 1)
-    entries = tl.load(order + places, mask=is_row, other=0)
-    sources = entries // TOP_K if GATED else places
+    is_row, sources, targets = locate_rows(order, starts, expert, first_place, TOP_K, GATED, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     depth = tl.arange(0, BK)
     x_rows = x + sources.to(tl.int64)[:, None] * K
@@ -116,7 +128,6 @@ def expert_gemm_kernel(
             total_up += tl.load(own_bias + N, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = activate(total, total_up, LIMIT, ALPHA)
-    targets = places if GATED else entries
     at = out + targets.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < N)[None, :])
 
@@ -137,10 +148,7 @@ def quantized_expert_kernel(
     expert, first_place = locate_tile(tl.program_id(0), starts, E, E_PAD, BM)
     if expert == E:
         return
-    places = first_place + tl.arange(0, BM)
-    is_row = places < tl.load(starts + expert + 1)
-    entries = tl.load(order + places, mask=is_row, other=0)
-    sources = entries // TOP_K if GATED else places
+    is_row, sources, targets = locate_rows(order, starts, expert, first_place, TOP_K, GATED, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     rows_per_expert = 2 * N if GATED else N
     blocks = expert.to(tl.int64) * (rows_per_expert // SCALE_ROWS * GROUPS)
@@ -158,7 +166,6 @@ def quantized_expert_kernel(
             total_up += tl.load(own_bias + N, mask=in_columns, other=0.0).to(tl.float32)[:, None]
     if GATED:
         total = activate(total, total_up, LIMIT, ALPHA)
-    targets = places if GATED else entries
     at = out + targets.to(tl.int64)[None, :] * N + columns[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=is_row[None, :] & in_columns[:, None])
 

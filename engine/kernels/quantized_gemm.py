@@ -2,7 +2,8 @@
 
 The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
 the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
-weight ever has a plain copy. Device code: quantized_gemm_kernels.py. Imports triton: import this module only on
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and quantized_stream_kernels.py for the fewest
+rows on Hopper GPUs. Imports triton: import this module only on
 CUDA (or under TRITON_INTERPRET=1).
 """
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
+from engine.kernels.launch import SHARED_BYTES, cdiv, has_gluon, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
 from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, gate, rms_norm
@@ -25,6 +26,11 @@ FORMATS = tuple(CODES_PER_BYTE)
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
+STREAM_ROWS = 8
+"""GEMMs of at most as many rows use the kernel of quantized_stream_kernels.py, where it supports the weight."""
+
+STREAM_FORMATS = ("fp8", "int8", "int4")
+
 FP8_GROUP = 128
 """Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
 
@@ -33,6 +39,10 @@ PREFETCHED_LINES = 2
 3.22 ms in int4, 4.79 and 3.56 ms without, 4.64 and 3.71 ms with four lines."""
 
 TILE_OUTPUTS = 64
+WIDE_ROWS = 64
+"""From more rows on, a program computes all of them with 2 x TILE_OUTPUTS outputs: codes are converted once, and x is
+read from the L2 cache half as often."""
+
 TILE_WEIGHTS = 1 << 24
 """The most weights that are dequantised at once: 32 MiB in 16 bits, which stay in the L2 cache until they are read."""
 
@@ -51,6 +61,14 @@ class LaunchConfig(NamedTuple):
     warps: int
     stages: int
     lines: int = 0
+
+
+class StreamConfig(NamedTuple):
+    """Launch configuration of quantized_stream_kernels.py: rows, outputs per program, and warps, which share K."""
+
+    tile_rows: int
+    tile_outputs: int
+    warps: int
 
 
 class Layout(NamedTuple):
@@ -86,25 +104,57 @@ def layout_of(weight: LinearWeight, inputs: int) -> Layout:
 
 
 def choose_config(rows: int, outputs: int, inputs: int, gated: bool, layout: Layout) -> LaunchConfig:
-    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format."""
-    tile_rows = max(16, min(64, next_power_of_2(rows)))
-    tiles = cdiv(outputs, TILE_OUTPUTS) * cdiv(rows, tile_rows)
-    step, splits = layout.step_bytes, 1
+    """Return the tile for y [rows, outputs] = x [rows, inputs] Wᵀ. Depends only on shapes and format.
+
+    Measured on an H200 with benchmarks/kernels/quantized_gemm.py: programs that share K pay off while all of them run
+    at once.
+    """
+    wide = _is_wide(rows, layout) and not gated
+    tile_rows = 128 if wide else max(16, min(64, next_power_of_2(rows)))
+    tile_outputs = 2 * TILE_OUTPUTS if wide else TILE_OUTPUTS
+    tiles = cdiv(outputs, tile_outputs) * cdiv(rows, tile_rows)
+    step, splits = min(layout.step_bytes, 128 // layout.per_byte) if wide else layout.step_bytes, 1
     steps = cdiv(inputs // layout.per_byte, step)
-    while splits < 4 and tiles * splits < 2 * NUM_SMS and steps % (2 * splits) == 0 and steps >= 8 * splits:
+    resident = (1 if wide else 2 if tile_rows > 16 else 4) * NUM_SMS - 1
+    while splits < 4 and tiles * 2 * splits <= resident and steps % (2 * splits) == 0 and steps >= 8 * splits:
         splits *= 2
-    stage_bytes = TILE_OUTPUTS * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
+    stage_bytes = tile_outputs * (2 if gated else 1) * step + tile_rows * step * layout.per_byte * 2
     stages = min(6, cdiv(steps, splits), SHARED_BYTES // 2 // stage_bytes - 1)
+    if wide:
+        stages = min(3, SHARED_BYTES // stage_bytes - 1)
     if layout.mode == "weight":  # a stage holds scales of 4 bytes too
         stages = 2
-    return LaunchConfig(tile_rows, TILE_OUTPUTS, step, splits, 4, max(2, stages), PREFETCHED_LINES)
+    return LaunchConfig(tile_rows, tile_outputs, step, splits, 8 if wide else 4, max(2, stages), PREFETCHED_LINES)
 
 
-def half_normed(rows: int, outputs: int, dtype: torch.dtype) -> int:
+def _is_wide(rows: int, layout: Layout) -> bool:
+    return rows > WIDE_ROWS and layout.mode != "weight"
+
+
+def stream_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | None:
+    """Return the tile of the kernel for the fewest rows; None if it doesn't compute this product.
+
+    It needs a Hopper GPU, rows of a multiple of 16 bytes, and scales for whole rows or whole 128 columns.
+    """
+    if rows > STREAM_ROWS or weight.format not in STREAM_FORMATS or not has_gluon(weight.weight.device):
+        return None
+    layout = layout_of(weight, inputs)
+    if inputs // layout.per_byte % 16 or layout.mode == "weight" or layout.step_bytes != 128:
+        return None
+    # more warps hide more of the latency of loads, while all programs run at once
+    tiles = cdiv(len(weight.weight) // (2 if gated else 1), 16)
+    warps = 8 if not gated and tiles <= (3 if layout.per_byte == 1 else 2) * NUM_SMS else 4
+    return StreamConfig(8, 16, warps)
+
+
+def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
     """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
-    if dtype == torch.float16:  # weights apply before the division: outliers may exceed float16's 65504
+    if dtype == torch.float16 or rows > MAX_ROWS:  # weights apply before the division: outliers may exceed 65504
         return 0
-    return 0 if rows > MAX_ROWS else cdiv(outputs, TILE_OUTPUTS)
+    outputs, row_bytes = weight.weight.shape
+    inputs = row_bytes * CODES_PER_BYTE[weight.format]
+    pick = stream_config(rows, weight, inputs) or choose_config(rows, outputs, inputs, False, layout_of(weight, inputs))
+    return cdiv(outputs, pick.tile_outputs)
 
 
 def linear(
@@ -121,7 +171,7 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
-    pick: LaunchConfig | None = None,
+    pick: LaunchConfig | StreamConfig | None = None,
 ) -> None:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
 
@@ -144,9 +194,20 @@ def linear(
             gate(product, out)
         return
     layout = layout_of(weight, inputs)
-    pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
-    half_norm = next_norm if half_normed(rows, out.shape[1], out.dtype) else None
-    _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+    if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
+        product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
+        pick = choose_config(rows, len(weight.weight), inputs, False, layout)
+        _launch(x, weight, product, layout, pick, scratch, eps, bias, False, False, None, squares, late)
+        gate(product, out)
+        return
+    pick = (
+        pick or stream_config(rows, weight, inputs, gated) or choose_config(rows, out.shape[1], inputs, gated, layout)
+    )
+    half_norm = next_norm if half_normed(rows, weight, out.dtype) else None
+    if isinstance(pick, StreamConfig):
+        _launch_stream(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+    else:
+        _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
 
 
 def multiplies(x: Tensor, weight: LinearWeight) -> bool:
@@ -160,7 +221,10 @@ def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     if len(x) > MAX_ROWS:
         _multiply_fp8(x, weight, out, bias, False)
         return out
-    layout = layout_of(weight, x.shape[1])
+    layout, stream = layout_of(weight, x.shape[1]), stream_config(len(x), weight, x.shape[1])
+    if stream is not None:
+        _launch_stream(x, weight, out, layout, stream, None, 0.0, bias, False, False, None, 0, False)
+        return out
     pick = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
     _launch(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
     return out
@@ -279,6 +343,57 @@ def _launch(
         LINES=pick.lines,
         num_warps=pick.warps,
         **launch_options(pdl),
+    )
+
+
+def _launch_stream(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    layout: Layout,
+    pick: StreamConfig,
+    scratch: Scratch | None,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+    add: bool,
+    next_norm: Tensor | None,
+    squares: int,
+    late: bool,
+) -> None:
+    from engine.kernels.quantized_stream_kernels import quantized_stream_kernel  # needs Gluon: see `stream_config`
+
+    rows, inputs = x.shape
+    outputs = out.shape[1]
+    assert weight.scale is not None
+    constants = constants_of(weight, layout)
+    del constants["ACT_ORDER"]
+    quantized_stream_kernel[(cdiv(outputs, pick.tile_outputs),)](
+        x,
+        weight.weight.view(torch.int32),
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        x if scratch is None else scratch.normed,
+        x if scratch is None else scratch.squares,
+        rows,
+        outputs,
+        eps,
+        K=inputs,
+        **constants,
+        BM=pick.tile_rows,
+        BN=pick.tile_outputs,
+        GATED=gated,
+        ADD=add,
+        BIAS=bias is not None,
+        HALF_NORM=next_norm is not None,
+        NUM_SQUARES=squares,
+        SQUARES_PAD=next_power_of_2(max(1, squares)),
+        TRIGGER_AFTER_MATH=late,
+        num_warps=pick.warps,
+        **launch_options(True),
     )
 
 

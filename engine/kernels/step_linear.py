@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor, scratch: Scratch, **opt
 
 def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
     """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
-    outputs, columns = weight.weight.shape
     if weight.format in quantized_gemm.FORMATS:
-        return quantized_gemm.half_normed(rows, outputs, dtype)
-    return small_batch_gemm.half_normed(rows, outputs, columns, dtype)
+        return quantized_gemm.half_normed(rows, weight, dtype)
+    outputs, inputs = weight.weight.shape
+    return small_batch_gemm.half_normed(rows, outputs, inputs, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.models import Decoder, ModelConfig, build_model, config_from_dict
 from engine.models.interface import Model
 from engine.utils.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 _DTYPE_OF_FORMAT = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
@@ -108,6 +111,14 @@ def load_gguf(
         loaded = _fill_codes(model, source, progress)
     else:
         model = build_model(config, torch_dtype, device, max_len)
+    if not is_cpu:
+        logger.info(
+            "%s: the weights are dequantised to %s on %s and take %.2f GB; a folder in fp8 or int4 keeps its bytes",
+            path,
+            str(torch_dtype).removeprefix("torch."),
+            device,
+            sum(parameter.nbytes for parameter in model.module.parameters()) / 1e9,
+        )
     try:
         slots = model.weight_slots()
         names = source.names()

@@ -70,6 +70,15 @@ def test_dense_equals_the_reference_dequantisation_bit_for_bit(tmp_path: Path, k
     assert torch.equal(found, torch.from_numpy(np.array(expected, dtype=np.float32)))
 
 
+def test_the_log_says_that_weights_on_a_gpu_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the meta device, which stands for any device but a CPU."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, matrices=Kind.Q8_0)
+    with caplog.at_level("INFO", "engine.loader.cpu_formats"):
+        load_gguf(str(path), device="meta")
+    assert "dequantised to bfloat16 on meta" in caplog.text
+
+
 def test_q4_1_codes_scale_and_minimum_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(size=(5, 96)).astype(np.float32)
     write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q4_1)})
