@@ -84,11 +84,12 @@ def make_case(heads: int, kv_heads: int, lengths: list[int], context: int) -> Ca
     copies = max(1, min(calls, in_pool))
     pages = 1 + copies * sum(row_pages)
     k_cache = torch.randn(pages, PAGE, kv_heads, DIM, device="cuda", dtype=DTYPE)
-    order = iter((1 + torch.randperm(pages - 1, device="cuda")).split(row_pages * copies))
-    tables = torch.zeros(copies, batch, max(context, *lengths) // PAGE + 1, dtype=torch.int64, device="cuda")
+    order = iter((1 + torch.randperm(pages - 1)).split(row_pages * copies))
+    tables = torch.zeros(copies, batch, max(context, *lengths) // PAGE + 1, dtype=torch.int64)
     for table in tables:
         for row, count in enumerate(row_pages):
             table[row, :count] = next(order)
+    tables = tables.cuda()
     fused = torch.randn(batch, heads + 2 * kv_heads, DIM, device="cuda", dtype=DTYPE)
     return Case(
         heads, kv_heads, lengths, k_cache, torch.randn_like(k_cache), [tables[i % copies] for i in range(calls)],
