@@ -121,13 +121,15 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     support: ClassVar[Support]
 
-    @property
-    def has_fast_short_chunks(self) -> bool:
-        """Whether `prefill` computes chunks of one token about as fast as `decode`, so that decodes can join it."""
-        ...
-
     def __init__(self, kv: KVCache, max_rows: int) -> None:
         """Attend over `kv`, in decode steps of up to `max_rows` rows."""
+
+    def short_chunk_reads(self, group: int) -> int:
+        """Return how often `prefill` reads the keys of a chunk of one token, for `group` query heads per KV head.
+
+        1: about as fast as `decode`, so that decodes can join it. 0: they can't.
+        """
+        ...
 
     def prefix_members(self, group: int) -> int:
         """Return how many rows `decode` reads a shared prefix for at once, for `group` query heads per KV head.

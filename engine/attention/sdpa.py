@@ -193,9 +193,8 @@ class SdpaBackend:
     def decode(self, metadata: DecodeMetadata) -> Attention:
         return SdpaDecode(self._kv, metadata)
 
-    @property
-    def has_fast_short_chunks(self) -> bool:
-        return False
+    def short_chunk_reads(self, group: int) -> int:
+        return 0
 
     def prefix_members(self, group: int) -> int:
         return 0

@@ -31,7 +31,7 @@ MAX_ERROR = 1e-2
 
 
 class TritonBackend:
-    """Attention by one launch per layer in a decode step, and two in a prefill step.
+    """Attention by one launch per layer in a decode step, or two if few rows are split, and two in a prefill step.
 
     Kernels read positions, lengths and page tables from the device, so a captured graph follows their contents.
     """
@@ -56,9 +56,8 @@ class TritonBackend:
         self._scratch: dict[bool, DecodeScratch] = {}
         self.hopper = _hopper_kernels(kv)
 
-    @property
-    def has_fast_short_chunks(self) -> bool:
-        return self.hopper is not None
+    def short_chunk_reads(self, group: int) -> int:
+        return 0 if self.hopper is None else group // self.hopper.pack_of(group)
 
     def prefix_members(self, group: int) -> int:
         # In float32, the tile of a group spills registers and takes more shared memory than some GPUs have.
@@ -97,7 +96,7 @@ class TritonBackend:
 class TritonDecode:
     """Attention of a decode step: append keys and values, and attend, in one launch per layer.
 
-    In two if rows share prefixes, which the first launch reads.
+    If rows share prefixes, a launch before it reads these. A launch after it merges the splits of few rows.
     """
 
     def __init__(self, kv: KVCache, metadata: DecodeMetadata, backend: TritonBackend):

@@ -76,6 +76,8 @@ class EngineLoop:
                 max_prefill_chunks=workers.max_prefill_chunks,
                 num_speculative_tokens=config.num_speculative_tokens,
                 max_verify_tokens=workers.max_verify_tokens,
+                prefill_buckets=workers.prefill_buckets,
+                max_mixed_decodes=workers.max_mixed_decodes,
                 groups=workers.windows,
             ),
             pool,

@@ -1,7 +1,7 @@
 """Paged decode attention on CUDA, written in Triton: one query token per sequence.
 
-Holds the launches: split-K over the keys, tiles, scratch and checks. Device code: paged_decode_kernels.py. The kernel
-reads lengths and page tables from device memory and the grid depends only on shapes, so a captured graph serves any
+Holds the launches: split-K over the keys, tiles, scratch and checks. Device code: paged_decode_kernels.py. The kernels
+read lengths and page tables from device memory and grids depend only on shapes, so a captured graph serves any
 positions. Imports triton at the top: import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
@@ -13,33 +13,51 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels.launch import cdiv, launch_options, next_power_of_2, overlaps
-from engine.kernels.paged_decode_kernels import decode_kernel, prefix_kernel
+from engine.kernels.paged_decode_kernels import decode_kernel, merge_kernel, prefix_kernel
 from engine.kernels.shared_prefixes import SharedPrefixes
 
-MAX_SPLITS = 32
-"""Maximum splits of one sequence's keys; the combining program holds that many partial rows in registers."""
+MAX_SPLITS = 64
+"""Maximum splits of one sequence's keys."""
 
-SPLIT_PROGRAMS_PER_SM = 4
-"""Programs per SM that a small batch is split into; more cost more to combine than they gain."""
+MAX_PARTIALS = 2048
+"""Maximum partial results of a head over all rows of a launch. Bounds the scratch."""
 
-UNSPLIT_PROGRAMS_PER_SM = 1.5
-"""With more than this many unsplit programs per SM, the batch alone fills the device."""
+RESIDENT_WARPS_PER_SM = 8
+"""Warps of this kernel that an SM holds at once, by their registers."""
 
-BALANCE_KEYS = 4096
-"""When the batch fills the device, one split per this many keys bounds the longest program."""
-
-BALANCE_SPLITS = 4
-"""Maximum splits in that case: programs without work still cost time."""
-
-STAGES = ((900, 3), (math.inf, 2))
-"""(maximum programs, pipeline stages) for batches of two or more rows; a single row uses SINGLE_ROW_STAGES.
-
-Measured inside a decode step, between two GEMMs (benchmarks/step/decode_step.py), not in isolation: the shared
-memory that this kernel takes limits which kernels can share the SM. Next to the single-row GEMMs, which take no shared
-memory, two stages make a step of Qwen3-8B's shape 6.5% faster than four.
+SINGLE_ROW_WARPS_PER_SM = 4
+"""Warps per SM that a single row is split into, in programs of two: fewer partial results. Other small batches are
+split into as many as are resident, which hide the latency of memory best.
 """
 
-SINGLE_ROW_STAGES = 2
+UNSPLIT_PROGRAMS_PER_SM = 1.5
+"""With more unsplit programs per SM, the batch alone fills the device, and only long rows are split."""
+
+MAX_SPLIT_KEYS = ((1, 512), (2, 1024), (8, 2048), (math.inf, 1024))
+"""(maximum unsplit programs per SM, maximum keys of a split). Bounds how long one long row runs after the others."""
+
+MERGED_HEADS = 40
+"""The last split of a row to arrive merges up to so many partial results of heads; `merge_kernel` merges more."""
+
+TURNS = 2
+"""Programs of the grid, in multiples of what the device holds at once. The device assigns them to free SMs, so that a
+program with little work makes room for the next one.
+"""
+
+ROW_COUNTS = (32, 256)
+"""Rows that kernels have room for, so that most batches share one. A larger batch takes the next power of two."""
+
+STAGES = ((1.5, 2), (3.5, 3), (4.5, 2), (6, 3), (math.inf, 2))
+"""(maximum unsplit programs per SM, pipeline stages). An SM holds 6 programs of one warp with 3 stages, and 8 with 2.
+
+Measured on an H100 and an H200 in graphs of attention alone (benchmarks/kernels/attention_decode.py). Inside a decode
+step, between two GEMMs, the shared memory that this kernel takes limits which kernels can share the SM: next to the
+single-row GEMMs, which take no shared memory, two stages make a step of Qwen3-8B's shape 6.5% faster than four
+(benchmarks/step/decode_step.py).
+"""
+
+TWO_WARP_GROUP = 4
+"""Query heads per KV head from which a single row takes programs of two warps: these leave half as much to merge."""
 
 PREFIX_ROWS = 64
 """Query heads of a group's rows that one program attends with to their shared prefix: a tile of the tensor cores."""
@@ -67,10 +85,17 @@ class Tiling(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How a sequence's keys are split: at most `limit` splits, each except the last of at least `min_keys` keys."""
+    """How the keys of a row are split, in blocks of the tiling's keys.
 
+    A row has `target` splits, or, if splits of at most `max_blocks` blocks are at least 1.5 times as many, that number.
+    It has at most `limit`. They follow from its own length, so other rows don't change its result. `merges`: the last
+    split to arrive merges them.
+    """
+
+    target: int
+    max_blocks: int
     limit: int
-    min_keys: int
+    merges: bool
 
 
 class NormRope(NamedTuple):
@@ -99,13 +124,16 @@ class DecodeWorkspace(NamedTuple):
     arrivals: torch.Tensor
 
 
-def choose_splits(batch: int, kv_heads: int, max_keys: int, num_sms: int, block_keys: int) -> Splits:
+def choose_splits(batch: int, kv_heads: int, group: int, max_keys: int, num_sms: int, tiling: Tiling) -> Splits:
     """Return the splits for sequences of up to `max_keys` keys. Depends only on shapes, so it is fixed in a capture."""
-    programs = batch * kv_heads
-    if programs > UNSPLIT_PROGRAMS_PER_SM * num_sms:
-        return Splits(max(1, min(BALANCE_SPLITS, max_keys // BALANCE_KEYS)), BALANCE_KEYS // 2)
-    blocks = max(1, cdiv(max_keys, block_keys))
-    return Splits(min(MAX_SPLITS, SPLIT_PROGRAMS_PER_SM * num_sms // programs, blocks), block_keys)
+    per_sm = batch * kv_heads / num_sms
+    limit = max(1, min(MAX_SPLITS, MAX_PARTIALS // batch, cdiv(max_keys, tiling.block_keys)))
+    target = 1
+    if per_sm <= UNSPLIT_PROGRAMS_PER_SM:
+        warps = SINGLE_ROW_WARPS_PER_SM if batch == 1 and tiling.num_warps > 1 else RESIDENT_WARPS_PER_SM
+        target = min(limit, max(1, warps // tiling.num_warps) * num_sms // (batch * kv_heads))
+    max_split_keys = next(keys for programs, keys in MAX_SPLIT_KEYS if per_sm <= programs)
+    return Splits(max(1, target), max_split_keys // tiling.block_keys, limit, group * target <= MERGED_HEADS)
 
 
 def prefix_members(group: int) -> int:
@@ -120,15 +148,15 @@ def prefix_block(k_cache: torch.Tensor) -> int:
     return max(16, min(64, 16384 // row_bytes))
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int) -> Tiling:
-    """Return the tile for a launch of `rows` rows, measured on an H200 (benchmarks/kernels/attention_decode.py).
-
-    Many one-warp programs per SM hide memory latency best. With few programs, each keeps more tiles in flight.
-    """
+def choose_tiling(head_dim: int, dtype: torch.dtype, rows: int, kv_heads: int, group: int, num_sms: int) -> Tiling:
+    """Return the tile for a launch of `rows` rows. Programs of one warp need no barriers in their loop."""
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
-    block_keys = max(16, min(64, 8192 // row_bytes))
-    stages = SINGLE_ROW_STAGES if rows == 1 else next(stages for limit, stages in STAGES if rows * kv_heads <= limit)
-    return Tiling(block_keys, 1 if row_bytes <= 256 else 2, stages)
+    stages = next(stages for programs, stages in STAGES if rows * kv_heads <= programs * num_sms)
+    if row_bytes > 256:
+        return Tiling(max(16, 8192 // row_bytes), 2, stages)
+    if rows == 1 and group >= TWO_WARP_GROUP:
+        return Tiling(64, 2, stages)
+    return Tiling(min(64, 8192 // row_bytes), 1, stages)
 
 
 def paged_decode(
@@ -168,8 +196,8 @@ def paged_decode(
     - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
     - `workspace`: from `decode_workspace` for the same shapes, `num_splits` and `shared`; None allocates it.
 
-    One launch on the current stream, or two with `shared`, with a grid fixed by shapes: safe to capture. Raises
-    ValueError if shapes do not match.
+    One launch on the current stream, one more with `shared`, and one more if many partial results are merged. Grids are
+    fixed by shapes: safe to capture. Raises ValueError if shapes do not match.
     """
     _, page_size, kv_heads, _ = k_cache.shape
     check_window(window)
@@ -185,7 +213,7 @@ def paged_decode(
         _check_shared(shared, batch, group, window)
     check_sinks(sinks, kv_heads * group)
     out = _output(out, q)
-    tiling = tiling or choose_tiling(dim, q.dtype, batch, kv_heads)
+    tiling = tiling or _tiling(q)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     own_splits, prefix_splits = _split_places(batch, splits.limit, shared is not None)
     workspace = _workspace(workspace, q, own_splits + prefix_splits)
@@ -211,15 +239,28 @@ def paged_decode(
             GROUP_PAD=next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
             num_warps=4, num_stages=2, **constants,
         )  # fmt: skip
-    decode_kernel[(kv_heads, batch, own_splits)](
+    dim_pad = max(16, next_power_of_2(dim))
+    max_places = own_splits + prefix_splits
+    split_sizes = (splits.target, splits.max_blocks, programs)
+    merged_heads = min(next_power_of_2(group), 8)
+    resident = max(1, RESIDENT_WARPS_PER_SM // tiling.num_warps) * _num_sms(q.device)
+    decode_kernel[(min(batch * kv_heads * own_splits, TURNS * resident),)](
         q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
-        *weights, norm_rope.cos, norm_rope.sin, q if sinks is None else sinks, *numbers,
-        cdiv(splits.min_keys, tiling.block_keys), programs,
+        *weights, norm_rope.cos, norm_rope.sin, q if sinks is None else sinks, *numbers, batch, *split_sizes,
         *q.stride()[:3], *k_new.stride()[:2], *v_new.stride()[:2], *strides,
         GROUP_PAD=max(16, next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
-        SPLITS_PAD=MAX_SPLITS, APPEND=new_kv is not None, WINDOW=window or 0, SINKS=sinks is not None,
+        HEADS=merged_heads, TILE=max(1, 2048 * tiling.num_warps // (merged_heads * dim_pad)),
+        APPEND=new_kv is not None, WINDOW=window or 0, SINKS=sinks is not None, MERGES=splits.merges,
+        ROWS_PAD=next((count for count in ROW_COUNTS if batch <= count), next_power_of_2(batch)),
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **constants,
     )  # fmt: skip
+    if not splits.merges:
+        merge_kernel[(kv_heads * group, batch)](
+            positions, keys, num_groups, out, workspace.acc, workspace.lse, max_places, *split_sizes,
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, DIM_PAD=dim_pad, BLOCK=tiling.block_keys,
+            TILE=max(1, 4096 // dim_pad), PDL=pdl, WINDOW=window or 0, PREFIX_SPLITS=prefix_splits, PREFIX_BLOCK=block,
+            num_warps=4, **launch_options(pdl),
+        )  # fmt: skip
     return out
 
 
@@ -238,7 +279,7 @@ def decode_workspace(
     """
     _, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
-    tiling = tiling or choose_tiling(dim, q.dtype, len(q), kv_heads)
+    tiling = tiling or _tiling(q)
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     return _allocate(q, sum(_split_places(len(q), splits.limit, shared)))
 
@@ -258,8 +299,8 @@ class DecodeScratch:
         keys, num_sms = page_table.shape[1] * page_size, _num_sms(q.device)
         self._splits = []
         for rows in range(1, max_rows + 1):
-            block_keys = choose_tiling(dim, q.dtype, rows, kv_heads).block_keys
-            limit = choose_splits(rows, kv_heads, keys, num_sms, block_keys).limit
+            tiling = choose_tiling(dim, q.dtype, rows, kv_heads, q.shape[2], num_sms)
+            limit = choose_splits(rows, kv_heads, q.shape[2], keys, num_sms, tiling).limit
             self._splits.append(sum(_split_places(rows, limit, shared)))
         partial_rows = [self._heads * rows * count for rows, count in enumerate(self._splits, 1)]
         max_combined = max(
@@ -306,12 +347,18 @@ def check_sinks(sinks: torch.Tensor | None, heads: int) -> None:
         raise ValueError(f"sinks must be contiguous [{heads}], found {tuple(sinks.shape)}")
 
 
+def _tiling(q: torch.Tensor) -> Tiling:
+    batch, kv_heads, group, dim = q.shape
+    return choose_tiling(dim, q.dtype, batch, kv_heads, group, _num_sms(q.device))
+
+
 def _splits(q: torch.Tensor, max_keys: int, tiling: Tiling, num_splits: int | None) -> Splits:
     if num_splits is not None:
         if not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}; give 1 to {MAX_SPLITS}")
-        return Splits(num_splits, tiling.block_keys)
-    return choose_splits(q.shape[0], q.shape[1], max_keys, _num_sms(q.device), tiling.block_keys)
+        return Splits(num_splits, max_keys, num_splits, q.shape[2] * num_splits <= MERGED_HEADS)
+    batch, kv_heads, group, _ = q.shape
+    return choose_splits(batch, kv_heads, group, max_keys, _num_sms(q.device), tiling)
 
 
 def _split_places(rows: int, splits: int, shared: bool) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""Device code of paged decode attention: one program per KV head, row and split of the row's keys.
+"""Device code of paged decode attention: items of work are splits of a row's keys for one KV head.
+
+Programs find their items from the lengths on the device, so that any mix of lengths fills it. The splits of a row
+follow from its own length alone. Partial results are merged by the last split to arrive, or by `merge_kernel`.
 
 With shared prefixes, `prefix_kernel` runs first: one program per KV head, group of rows and split of the keys that they
 share, which it reads once for all of them (cascade attention). `decode_kernel` then reads each row's other keys and
@@ -19,30 +22,43 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _combine(
-    acc_ptr, lse_ptr, out_ptr, active, of_prefix, max_splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+def _merge(
+    acc_ptr, lse_ptr, out_ptr, own, of_prefix, max_splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of splits for each head of the group; pointers start at the first head.
+    """Merge the partial results of GROUP heads and write them to out; pointers start at the first head.
 
-    `active` splits of the row's own keys follow PREFIX_SPLITS places. The first `of_prefix` of these places hold the
-    splits of its prefix.
+    `own` splits of the row's own keys follow PREFIX_SPLITS places. The first `of_prefix` of these places hold the
+    splits of its prefix. Each iteration reads TILE splits of HEADS heads, in order: the sum never depends on timing.
     """
-    splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
-    present = splits < PREFIX_SPLITS + active
-    if PREFIX_SPLITS > 0:
-        present &= (splits < of_prefix) | (splits >= PREFIX_SPLITS)
-    for head in range(GROUP):
-        # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
-        lse = tl.load(lse_ptr + head * max_splits + splits, mask=present, other=float("-inf"), cache_modifier=".cg")
-        acc_ptrs = acc_ptr + (head * max_splits + splits)[:, None] * DIM + dims[None, :]
-        mask = present[:, None] & (dims < DIM)[None, :]
-        partial = tl.load(acc_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        weights = tl.exp2(lse - tl.max(lse, 0))
-        merged = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
-        tl.store(out_ptr + head * DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    count = of_prefix + own
+    for first_head in range(0, GROUP, HEADS):
+        head = tl.minimum(first_head + tl.arange(0, HEADS), GROUP - 1)  # rows past the group repeat its last head
+        best = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        merged = tl.zeros([HEADS, DIM_PAD], tl.float32)
+        for start in range(0, count, TILE):
+            part = start + tl.arange(0, TILE)
+            split = tl.where(part < of_prefix, part, part - of_prefix + PREFIX_SPLITS)
+            place = head[None, :] * max_splits + split[:, None]
+            present = (part < count)[:, None] & (head >= 0)[None, :]
+            # .cg: other SMs wrote these, so an L1 line from an earlier launch would be stale
+            lse = tl.load(lse_ptr + place, mask=present, other=float("-inf"), cache_modifier=".cg")
+            partial = tl.load(
+                acc_ptr + place[:, :, None] * DIM + dims[None, None, :],
+                mask=present[:, :, None] & (dims < DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_best = tl.maximum(best, tl.max(lse, 0))
+            rescale = tl.exp2(best - new_best)
+            weights = tl.exp2(lse - new_best[None, :])
+            total = total * rescale + tl.sum(weights, 0)
+            merged = merged * rescale[:, None] + tl.sum(partial * weights[:, :, None], 0)
+            best = new_best
+        merged /= total[:, None]
+        mask = (first_head + tl.arange(0, HEADS) < GROUP)[:, None] & (dims < DIM)[None, :]
+        tl.store(out_ptr + head[:, None] * DIM + dims[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -108,29 +124,33 @@ def _append_kv(
 
 @triton.jit
 def _store_result(
-    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, active, of_prefix, max_splits,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,
+    acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row_head, split, splits, of_prefix, max_splits,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr, PREFIX_SPLITS: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's result: to `out` if it is the only split, else to scratch; the last arriving program merges."""
+    """Store a split's result: to `out` if it is the only one, else to scratch.
+
+    With MERGES, the last of the row's splits to arrive merges all of them; else `merge_kernel` does.
+    """
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
     out = out_ptr + row_head * GROUP * DIM
-    if active + of_prefix == 1:
+    if splits + of_prefix == 1:
         tl.store(out + group[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         first_split = row_head * GROUP * max_splits
         own_rows = first_split + group * max_splits + PREFIX_SPLITS + split
         tl.store(acc_ptr + own_rows[:, None] * DIM + dims[None, :], acc, mask=mask)
         tl.store(lse_ptr + own_rows, lse, mask=group < GROUP)
-        # all warps store before the arrival, which releases these stores and acquires the other splits' stores
-        tl.debug_barrier()
-        arrival = arrivals_ptr + row_head
-        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == active - 1:
-            _combine(acc_ptr + first_split * DIM, lse_ptr + first_split, out, active, of_prefix, max_splits,
-                     GROUP, DIM, DIM_PAD, SPLITS_PAD, PREFIX_SPLITS)  # fmt: skip
-            tl.store(arrival, 0)
+        if MERGES:
+            # all warps store before the arrival, which releases these stores and acquires the other splits' stores
+            tl.debug_barrier()
+            arrival = arrivals_ptr + row_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                _merge(acc_ptr + first_split * DIM, lse_ptr + first_split, out, splits, of_prefix, max_splits,
+                       GROUP, DIM, DIM_PAD, HEADS, TILE, PREFIX_SPLITS)  # fmt: skip
+                tl.store(arrival, 0)
 
 
 @triton.jit
@@ -234,32 +254,145 @@ def prefix_kernel(
     tl.store(lse_ptr + place, lse, mask=is_row)
 
 
+@triton.jit
+def _blocks_of(length, first_key, BLOCK: tl.constexpr):
+    """Return how many blocks hold a key of first_key..length."""
+    return tl.cdiv(length, BLOCK) - first_key // BLOCK
+
+
+@triton.jit
+def _blocks_each(blocks, target_splits, max_blocks, limit):
+    """Return how many blocks each split of a row has, from its own number of blocks alone.
+
+    So a row's result does not depend on the lengths of other rows.
+    """
+    splits = tl.cdiv(blocks, max_blocks)
+    splits = tl.where(2 * splits >= 3 * target_splits, splits, tl.minimum(target_splits, blocks))
+    return tl.cdiv(blocks, tl.maximum(tl.minimum(splits, limit), 1))
+
+
 # splits differ between buckets; without specialisation all buckets of a model share one compiled kernel
-@triton.jit(do_not_specialize=["max_splits", "min_blocks", "programs"])
+@triton.jit(do_not_specialize=["batch", "max_splits", "target_splits", "max_blocks", "programs"])
 def decode_kernel(
     q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, shared_ptr,
     num_groups_ptr, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    scale_log2, eps, max_splits, min_blocks, programs,
+    scale_log2, eps, max_splits, batch, target_splits, max_blocks, programs,
     q_row, q_group, q_head, k_row, k_head, v_row, v_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS_PAD: tl.constexpr, APPEND: tl.constexpr, PRECISION: tl.constexpr,
-    BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, APPEND: tl.constexpr,
+    PRECISION: tl.constexpr, BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    ROWS_PAD: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to a row's keys, with PREFIX_SPLITS above 0 to those after its shared prefix, for one KV head and split.
 
+    Items of work are (row, split, KV head), in this order. Where there are more items than programs, these take turns.
     PREFIX_SPLITS and PREFIX_BLOCK: as in the launch of `prefix_kernel`, which ran before.
     """
     if PDL:
         gdc_launch_dependents()
-    # KV head fastest: adjacent programs read adjacent 256-byte rows. Split slowest: programs without work run last.
-    kv_head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-
-    length = tl.load(positions_ptr + row).to(tl.int32) + 1
-    blocks = tl.cdiv(length, BLOCK)
     SKIPS: tl.constexpr = WINDOW > 0 or PREFIX_SPLITS > 0
+    limit = max_splits - PREFIX_SPLITS
+    all_rows = tl.arange(0, ROWS_PAD)
+    lengths = tl.load(positions_ptr + all_rows, mask=all_rows < batch, other=-1).to(tl.int32) + 1
+    first_keys = tl.zeros([ROWS_PAD], tl.int32)
+    if WINDOW > 0:
+        first_keys = tl.maximum(lengths - WINDOW, 0)
+    if PREFIX_SPLITS > 0:
+        first_keys = tl.load(shared_ptr + all_rows, mask=all_rows < batch, other=0).to(tl.int32)
+    all_blocks = _blocks_of(lengths, first_keys, BLOCK)
+    counts = tl.cdiv(all_blocks, tl.maximum(_blocks_each(all_blocks, target_splits, max_blocks, limit), 1))
+    ends = tl.cumsum(counts, 0)
+    num_items = tl.sum(counts, 0) * KV_HEADS
+    if tl.program_id(0) >= num_items:
+        return
+
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    keys = tl.arange(0, BLOCK)
+    dim_ok = dims < DIM
+    group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
+
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        # KV head fastest: adjacent programs read adjacent 256-byte rows
+        kv_head = item % KV_HEADS
+        unit = item // KV_HEADS
+        index = tl.sum((ends <= unit).to(tl.int32), 0)
+        split = unit - tl.sum(tl.where(all_rows < index, counts, 0), 0)
+        row = index.to(tl.int64)
+        length = tl.load(positions_ptr + row).to(tl.int32) + 1
+        first_key = 0
+        of_prefix = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(length - WINDOW, 0)
+        if PREFIX_SPLITS > 0:
+            first_key = tl.load(shared_ptr + row).to(tl.int32)
+            groups = tl.load(num_groups_ptr).to(tl.int32)
+            prefix_each = _prefix_blocks_each(first_key, groups, programs, KV_HEADS, PREFIX_BLOCK, PREFIX_SPLITS)
+            of_prefix = tl.cdiv(first_key, PREFIX_BLOCK * tl.maximum(prefix_each, 1))
+        blocks = _blocks_of(length, first_key, BLOCK)
+        each = _blocks_each(blocks, target_splits, max_blocks, limit)
+        start = (first_key // BLOCK + split * each) * BLOCK
+        end = tl.minimum(start + each * BLOCK, length)
+
+        table_index = tl.load(slots_ptr + row) if BY_SLOT else row
+        table = table_ptr + table_index * table_row
+        k_base = k_cache_ptr + kv_head * cache_head
+        v_base = v_cache_ptr + kv_head * cache_head
+
+        # Keys past the end read the scratch page: a valid address, and their scores are masked below. Page numbers are
+        # loaded one iteration ahead, so that loads of keys and values never wait for them.
+        page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
+
+        if PDL:
+            # Positions, page tables and older keys come from earlier steps, which have completed: a graph end or the
+            # copy of their tokens to the host lies in between. Only q and the newest key are written by this step.
+            gdc_wait()
+        position = length.to(tl.int64) - 1
+        heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
+        q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+        q = q.to(q_ptr.dtype.element_ty)
+        if APPEND:
+            if end == length:  # exactly one program of this row and head holds the newest key
+                _append_kv(
+                    k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
+                    k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
+                    DIM, DIM_PAD, PAGE, NORM, ROPE,
+                )  # fmt: skip
+            tl.debug_barrier()  # other threads of this program read that row in the loop below
+
+        row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        row_sum = tl.zeros([GROUP_PAD], tl.float32)
+        if SINKS:
+            if split == 0:  # always active: one split counts the sink
+                sinks = tl.load(sinks_ptr + kv_head * GROUP + group, mask=group < GROUP, other=0.0)
+                row_max = sinks.to(tl.float32) * LOG2_E
+                row_sum += 1.0
+        acc, lse = _attend(
+            q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
+            GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS, row_max, row_sum,
+        )  # fmt: skip
+        _store_result(
+            acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head, split,
+            tl.cdiv(blocks, each), of_prefix, max_splits,
+            GROUP, GROUP_PAD, DIM, DIM_PAD, HEADS, TILE, PREFIX_SPLITS, MERGES,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_splits", "target_splits", "max_blocks", "programs"])
+def merge_kernel(
+    positions_ptr, shared_ptr, num_groups_ptr, out_ptr, acc_ptr, lse_ptr,
+    max_splits, target_splits, max_blocks, programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+    PREFIX_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one query head of one row, after `decode_kernel` without MERGES."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(positions_ptr + row).to(tl.int32) + 1
     first_key = 0
     of_prefix = 0
     if WINDOW > 0:
@@ -269,59 +402,12 @@ def decode_kernel(
         groups = tl.load(num_groups_ptr).to(tl.int32)
         prefix_each = _prefix_blocks_each(first_key, groups, programs, KV_HEADS, PREFIX_BLOCK, PREFIX_SPLITS)
         of_prefix = tl.cdiv(first_key, PREFIX_BLOCK * tl.maximum(prefix_each, 1))
-    first_block = first_key // BLOCK  # splits cover only blocks that hold a key to read
-    blocks -= first_block
-    own_splits = max_splits - PREFIX_SPLITS
-    blocks_each = tl.maximum(tl.cdiv(blocks, own_splits), min_blocks)
-    active = tl.cdiv(blocks, blocks_each)
-    if split >= active:
-        return
-    start = (first_block + split * blocks_each) * BLOCK
-    end = tl.minimum(start + blocks_each * BLOCK, length)
-
-    group = tl.arange(0, GROUP_PAD)
-    dims = tl.arange(0, DIM_PAD)
-    keys = tl.arange(0, BLOCK)
-    dim_ok = dims < DIM
-    group_mask = (group < GROUP)[:, None] & dim_ok[None, :]
-    table_index = tl.load(slots_ptr + row) if BY_SLOT else row
-    table = table_ptr + table_index * table_row
-    k_base = k_cache_ptr + kv_head * cache_head
-    v_base = v_cache_ptr + kv_head * cache_head
-
-    # Keys past the end read the scratch page: a valid address, and their scores are masked below. Page numbers are
-    # loaded one iteration ahead, so that loads of keys and values never wait for them.
-    page = tl.load(table + (start + keys) // PAGE, mask=start + keys < end, other=0)
-
+    blocks = _blocks_of(length, first_key, BLOCK)
+    splits = tl.cdiv(blocks, _blocks_each(blocks, target_splits, max_blocks, max_splits - PREFIX_SPLITS))
     if PDL:
-        # Positions, page tables and older keys come from earlier steps, which have completed: a graph end or the copy
-        # of their tokens to the host lies in between. Only q and the newest key are written by this step.
         gdc_wait()
-    position = length.to(tl.int64) - 1
-    heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
-    q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
-    q = q.to(q_ptr.dtype.element_ty)
-    if APPEND:
-        if end == length:  # exactly one program of this row and head holds the newest key
-            _append_kv(
-                k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
-                k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
-                DIM, DIM_PAD, PAGE, NORM, ROPE,
-            )  # fmt: skip
-        tl.debug_barrier()  # other threads of this program read that row in the loop below
-
-    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    if SINKS:
-        if split == 0:  # always active: one split counts the sink
-            sinks = tl.load(sinks_ptr + kv_head * GROUP + group, mask=group < GROUP, other=0.0)
-            row_max = sinks.to(tl.float32) * LOG2_E
-            row_sum += 1.0
-    acc, lse = _attend(
-        q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
-        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS, row_max, row_sum,
-    )  # fmt: skip
-    _store_result(
-        acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head, split, active, of_prefix,
-        max_splits, GROUP, GROUP_PAD, DIM, DIM_PAD, SPLITS_PAD, PREFIX_SPLITS,
-    )  # fmt: skip
+    if splits + of_prefix == 1:  # `decode_kernel` wrote `out`
+        return
+    first = row * KV_HEADS * GROUP + head
+    _merge(acc_ptr + first * max_splits * DIM, lse_ptr + first * max_splits, out_ptr + first * DIM, splits, of_prefix,
+           max_splits, 1, DIM, DIM_PAD, 1, TILE, PREFIX_SPLITS)  # fmt: skip

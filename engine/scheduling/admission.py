@@ -6,6 +6,7 @@ no request.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ TOKENS_BESIDE_DECODES = 4096
 wait half as long (docs/adr/0003-decodes-and-prompt-chunks-in-one-step.md).
 """
 
+MAX_CUT = 8
+"""A budget is cut by at most a MAX_CUTth of it to a bucket. A step of few tokens costs about as much with padding."""
+
 
 class SchedulerInvariantError(InvariantError):
     """The scheduler's state is inconsistent or it was misused; the message lists every problem found."""
@@ -40,6 +44,8 @@ class SchedulerConfig:
     - max_prefill_chunks: prefill chunks in one step. None: no limit.
     - num_speculative_tokens: draft tokens per request and step; needs a drafter.
     - max_verify_tokens: tokens in the rows of one step that verify drafts.
+    - prefill_buckets: token counts of the graphs of prompt chunks, ascending; empty if these run without padding.
+    - max_mixed_decodes: decodes that share a graph with prompt chunks. With more, all decodes run in a graph apart.
     - groups: the model's cache groups, for each the attention window in tokens, None for full attention. Empty for a
       model without paged layers. A model with recurrent state, which no page holds, must run without a prefix cache.
     """
@@ -51,6 +57,8 @@ class SchedulerConfig:
     groups: Windows = (None,)
     num_speculative_tokens: int = 0
     max_verify_tokens: int = 0
+    prefill_buckets: tuple[int, ...] = ()
+    max_mixed_decodes: int = 0
 
     def __post_init__(self) -> None:
         check_windows(self.groups)
@@ -69,6 +77,21 @@ class SchedulerConfig:
         if not has_decodes:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(TOKENS_BESIDE_DECODES, 2 * self.max_num_seqs))
+
+    def prompt_tokens(self, decodes: int, drafts: int = 0) -> int:
+        """Return the budget of prompt tokens beside these decodes and draft tokens, so that chunks fill their bucket.
+
+        Decodes that run apart take no room of the bucket. A budget that lies just above a bucket is cut to it.
+        """
+        budget = self.step_tokens(decodes > 0) - decodes - drafts
+        joined = decodes if decodes <= self.max_mixed_decodes and not drafts else 0
+        if not self.prefill_buckets:
+            return budget
+        if joined == 0:
+            budget = min(self.step_tokens(decodes > 0), self.max_num_batched_tokens - decodes - drafts)
+        index = bisect_right(self.prefill_buckets, budget + joined)
+        filled = self.prefill_buckets[index - 1] - joined if index else 0
+        return filled if filled >= budget - budget // MAX_CUT else budget
 
 
 class QueuedRequest:

@@ -212,9 +212,11 @@ class Scheduler:
             self._admit_urgent(batch)
             self._admit_short(batch)
         prefilling = sorted(self._schedule_decodes(batch), key=lambda entry: not entry.is_short)
-        budget = self.config.step_tokens(bool(batch.decodes)) - len(batch.decodes)
+        drafts = 0
         if self._drafter is not None:
-            budget = self._add_drafts(batch, self._drafter, budget)
+            left = self.config.step_tokens(bool(batch.decodes)) - len(batch.decodes)
+            drafts = left - self._add_drafts(batch, self._drafter, left)
+        budget = self.config.prompt_tokens(len(batch.decodes) + len(batch.verifies), drafts)
         kept = self._tokens_kept_for_head(budget)
         for entry in prefilling:
             budget = self._budget_for(entry, budget)

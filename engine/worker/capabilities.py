@@ -17,6 +17,8 @@ class Capabilities:
 
     - windows: of each KV cache group, in tokens; None for full attention.
     - max_prefill_chunks: prompt chunks in one step.
+    - prefill_buckets: token counts of the graphs of prompt chunks; empty if these run eager, without padding.
+    - max_mixed_decodes: decodes that share a graph with prompt chunks.
     - max_verify_tokens: tokens in the rows of one step that verify drafts; 0 without speculative decoding.
     - adapters: the names that a request may give as its adapter.
     - device: of the worker in this process, where the core prepares token masks.
@@ -27,6 +29,8 @@ class Capabilities:
     info: ModelInfo
     windows: tuple[int | None, ...]
     max_prefill_chunks: int
+    prefill_buckets: tuple[int, ...]
+    max_mixed_decodes: int
     max_verify_tokens: int
     adapters: tuple[str, ...]
     device: torch.device

@@ -95,8 +95,7 @@ class ModelRunner:
             self.model_state = model.make_state(config.max_num_seqs, config.max_num_batched_tokens)
         self.attention = self._make_attention(dtype, stored)
         pages, groups = -(-config.max_model_len // config.page_size), len(self.kv.groups)
-        # Only the kernels for Hopper GPUs are fast enough to run decodes in one graph with prompt chunks.
-        max_mixed_decodes = MAX_MIXED_DECODES if self._can_mix() else 0
+        max_mixed_decodes = self._max_mixed_decodes()
         self.prefill_buckets = prefill_buckets(config, pages, groups, max_mixed_decodes)
         self.verify_buckets = verify_buckets(config, pages, groups) if config.num_speculative_tokens else None
         max_rows = max(config.max_num_seqs, self.prefill_buckets.max_chunks, self.max_verify_tokens)
@@ -269,10 +268,16 @@ class ModelRunner:
             return 0
         return self.attention.prefix_members(self.model.config.num_heads // self.kv.kv_heads)
 
-    def _can_mix(self) -> bool:
-        """Return whether decodes may run in one graph with prompt chunks."""
-        has_drafts = self.config.num_speculative_tokens > 0
-        return self.attention.has_fast_short_chunks and self.model_state.joins_phases and not has_drafts
+    def _max_mixed_decodes(self) -> int:
+        """Return how many decodes may run in one graph with prompt chunks.
+
+        Only the kernels for Hopper GPUs are fast enough. They read keys once for each tile of heads, so that decodes of
+        more heads than a tile holds cost more in there than the second reading of the weights that they save.
+        """
+        reads = self.attention.short_chunk_reads(self.model.config.num_heads // max(1, self.kv.kv_heads))
+        if not reads or not self.model_state.joins_phases or self.config.num_speculative_tokens:
+            return 0
+        return MAX_MIXED_DECODES // reads
 
     @property
     def max_verify_tokens(self) -> int:

@@ -41,7 +41,9 @@ VERIFY_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 
 MIN_VERIFY_TOKENS = 64  # room for drafts of a few requests, however small the batch
 MAX_MIXED_DECODES = 128
-"""Decodes in one packed step with prompt chunks. Decode attention reads more of them faster than prefill attention."""
+"""Decodes in one packed step with prompt chunks, if prefill attention reads their keys once. Decode attention reads
+more of them faster.
+"""
 
 SIZES = {Phase.PREFILL: TOKEN_BUCKETS, Phase.VERIFY: VERIFY_BUCKETS}
 

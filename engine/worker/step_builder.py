@@ -53,6 +53,11 @@ class StepBuilder:
         self._captures_prefill = captures_prefill
         self.max_mixed_decodes = max_mixed_decodes
 
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Token counts of the graphs of prompt chunks; empty if these run eager, without padding."""
+        return tuple(self._prefill_buckets.sizes.sizes) if self._captures_prefill else ()
+
     def reset(self) -> None:
         """Take all inputs of the next step from the host: a step failed, and how far it came is unknown."""
         self.inputs.reset()

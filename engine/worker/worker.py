@@ -104,6 +104,8 @@ class Worker:
             info=self.info,
             windows=tuple(group.window for group in self.runner.kv.groups),
             max_prefill_chunks=self.runner.prefill_buckets.max_chunks,
+            prefill_buckets=self.runner.builder.prefill_sizes,
+            max_mixed_decodes=self.runner.builder.max_mixed_decodes,
             max_verify_tokens=self.runner.max_verify_tokens,
             adapters=() if model.adapters is None else model.adapters.names,
             device=self.runner.device,

@@ -295,13 +295,41 @@ def test_launches_of_all_row_counts_share_one_scratch(device):
 
 
 @pytest.mark.interpretable
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("sms", [1, 2, 132])
+def test_programs_take_turns_where_there_is_more_work_than_programs(device, monkeypatch, sms, window):
+    monkeypatch.setattr(pd, "_num_sms", lambda device: sms)
+    case = make_case(device, [200, 3, 0, 64, 150, 17, 1, 90], 6, 2, 32, torch.float32)
+    k, v = new_rows(case)
+    found = decode(case, new_kv=(k, v), window=window)
+    wanted = reference(case.q, case.k_cache, case.v_cache, case.page_table, case.positions, case.scale, window)
+    assert relative_error(found, wanted) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.interpretable
+@pytest.mark.parametrize("splits", [None, 3, 9])
+def test_the_lengths_of_other_rows_change_no_bit_of_a_row(device, splits):
+    case = make_case(device, [200] * 5, 4, 2, 64, torch.float16)
+    found = []
+    for lengths in ((200, 130, 200, 17, 1), (200, 1, 1, 199, 200), (200, 200, 200, 200, 200)):
+        case.positions.copy_(torch.tensor(lengths) - 1)
+        found.append(decode(case, num_splits=splits))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][2], found[2][2]) and torch.equal(found[1][4], found[2][4])
+
+
+@pytest.mark.interpretable
 def test_splits_fill_the_device_and_never_outnumber_the_blocks():
-    assert pd.choose_splits(1, 8, 4096, 132, 64).limit == pd.MAX_SPLITS
-    assert pd.choose_splits(1, 8, 128, 132, 64).limit == 2
-    assert pd.choose_splits(8, 8, 4096, 132, 64).limit == 8
-    assert pd.choose_splits(32, 8, 4096, 132, 64).limit == 1
-    assert pd.choose_splits(256, 8, 4096, 132, 64).limit == 1
-    assert pd.choose_splits(256, 8, 1 << 17, 132, 64).limit == pd.BALANCE_SPLITS
+    def splits(batch, kv_heads, max_keys, group=4):
+        return pd.choose_splits(batch, kv_heads, group, max_keys, 132, pd.Tiling(32, 1, 2))
+
+    assert splits(1, 8, 1 << 15).limit == splits(1, 8, 1 << 15).target == pd.MAX_SPLITS
+    assert splits(1, 8, 128).limit == 4
+    assert splits(8, 8, 1 << 15).target == 16  # 8 programs per SM
+    assert splits(48, 4, 1 << 15).target == 5
+    assert splits(256, 8, 1 << 15) == pd.Splits(1, 32, 8, True)  # long rows only are split
+    assert splits(4000, 8, 1 << 15).limit == 1
+    assert splits(16, 8, 1 << 15, group=4).merges and not splits(16, 8, 1 << 15, group=8).merges
 
 
 @pytest.mark.parametrize("splits", [None, 1, 16])
