@@ -11,6 +11,7 @@ import pytest
 
 from engine import Engine
 from engine.errors import ConfigError
+from engine.protocol.kv_moves import Moved
 from tests.engine.lively import Reference, drain, greedy, request, tokens
 from tests.support.engines import DEVICES, engines, greedy_tokens
 from tests.support.families import WINDOW, tiny_folder
@@ -172,7 +173,7 @@ def test_other_requests_run_while_a_prefix_rises(make, on_disk):
 
     def late():
         polls.append(0)
-        return poll() if len(polls) > 20 else type(poll())()
+        return poll() if len(polls) > 20 else Moved()
 
     loop.executor.worker.poll_blocks = late
     loop.add(request("runs", [3, 4, 5], greedy(30)))
@@ -310,7 +311,7 @@ def test_an_update_while_a_prefix_rises_drops_it(make, on_disk, weights, other_r
     greedy_tokens(engine, PROMPTS[:4], 8)
     worker = loop.executor.worker
     poll, held = worker.poll_blocks, [True]
-    worker.poll_blocks = lambda: type(poll())() if held[0] else poll()
+    worker.poll_blocks = lambda: Moved() if held[0] else poll()
     loop.add(request("a", PROMPTS[0], greedy(8)))
     loop.step()
     assert loop.scheduler.tiers.num_rising == 1
