@@ -376,8 +376,9 @@ class EngineLoop:
 
     def poll_tiers(self) -> None:
         """Go on with moves of blocks between the tiers, while no step does. See TierMoves.poll."""
-        if self._tiers is not None:
+        if self._tiers is not None and not self._pause.obstacle:
             self._tiers.poll()
+            self._tiers.send()
 
     def save_prefixes(self) -> None:
         """Write cached prefixes to disk for the next start, if there is a disk tier. All requests must have ended."""

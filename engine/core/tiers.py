@@ -69,9 +69,13 @@ class TierMoves:
             return
         deadline = time.monotonic() + SAVE_SECONDS
         self.drain()
+        left = self._tiers.max_files
         while time.monotonic() < deadline:
-            if not self._tiers.save_some() and not self._tiers.is_busy:
-                return
+            begun = self._tiers.save_some(left)
+            left -= begun
             self.send()
+            if not begun and not self._tiers.is_busy:
+                return
             self.poll()
             time.sleep(WAIT_SECONDS)
+        self.send()  # what the last report has deleted

@@ -21,7 +21,7 @@ from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 
 HOST, DISK = "host", "disk"
 MEDIUMS = {HOST: "CPU", DISK: "DISK"}  # in events; the first one is vLLM's name
-WRITING_SHARE = 4  # at most 1/4 of the slots wait to be written; further blocks are not, so that slots can be reused
+WRITING_SHARE = 4  # at most 1/4 of the slots are being written at a time, so that others can be reused
 
 
 class Key(NamedTuple):
@@ -100,6 +100,7 @@ class LowerTiers:
         self._free = list(range(num_slots - 1, -1, -1))
         self._busy: Counter[int] = Counter()  # promotions and writes that use a slot
         self._writing: dict[int, Key | None] = {}  # by slot; None: the tiers were emptied since
+        self._unwritten: dict[Key, None] = {}  # blocks in host memory to write when fewer are being written
         self._files: OrderedDict[Key, int] = OrderedDict()
         self._used_disk = 0
         self._rising: dict[Key, Promotion] = {}
@@ -122,6 +123,11 @@ class LowerTiers:
     def has_disk(self) -> bool:
         """Whether blocks are written to files."""
         return self._disk_bytes > 0
+
+    @property
+    def max_files(self) -> int:
+        """Number of blocks for which the disk tier has room."""
+        return self._disk_bytes // self._block_bytes
 
     @property
     def num_rising(self) -> int:
@@ -149,7 +155,7 @@ class LowerTiers:
     def has_file(self, group: int, digest: bytes) -> bool:
         """Whether a block is on disk, or on its way there."""
         key = Key(group, digest)
-        return key in self._files or key in self._writing.values()
+        return key in self._files or self._slot_of.get(key) in self._writing
 
     def held_pages(self) -> list[int]:
         """Return the pages that promotions reference, once for each reference."""
@@ -181,25 +187,41 @@ class LowerTiers:
             return
         self._moves.offloads[slot] = page
         self._own(key, slot)
-        if self._disk_bytes and not self.has_file(group, digest) and len(self._writing) < self._max_writing:
-            self._write(key, slot)
+        if self._disk_bytes:
+            self._unwritten[key] = None
+            self._write_more()
 
-    def save_some(self) -> bool:
-        """Have some blocks written that are in no file: cached pages and blocks in host memory, newest first.
+    def save_some(self, limit: int) -> int:
+        """Have some blocks written that are in no file: cached pages, then blocks in host memory, newest first.
 
-        Returns whether there are any left. Needs a disk tier.
+        Returns how many, at most `limit`. Needs a disk tier.
         """
-        room = self._max_writing - len(self._writing)
-        pages = [one for one in reversed(list(self._cache.pages())) if not self.has_file(*one[:2])]
-        unwritten = [key for key in reversed(self._slot_of) if not self.has_file(*key)]
-        for group, digest, page in pages[: max(0, room)]:
-            self.evicted(group, digest, page)
-        for key in unwritten:
-            if key in self._slot_of and not self.has_file(*key) and len(self._writing) < self._max_writing:
-                self._write(key, self._slot_of[key])
-        return bool(pages or unwritten)
+        limit = min(limit, self._max_writing - len(self._writing))
+        before = len(self._writing)
+        for group, digest, page in reversed(list(self._cache.pages())):
+            if len(self._writing) - before >= limit:
+                break
+            if not self.has_file(group, digest):
+                self.evicted(group, digest, page)
+                self._write_if_new(Key(group, digest))
+        for key in reversed(self._slot_of):
+            if len(self._writing) - before >= limit:
+                break
+            self._write_if_new(key)
+        return len(self._writing) - before
 
-    def _write(self, key: Key, slot: int) -> None:
+    def _write_more(self) -> None:
+        """Have blocks written that wait for it, in the order in which they came."""
+        while self._unwritten and len(self._writing) < self._max_writing:
+            key = next(iter(self._unwritten))
+            del self._unwritten[key]
+            self._write_if_new(key)
+
+    def _write_if_new(self, key: Key) -> None:
+        """Have a block in host memory written, unless it is in a file or too many wait to be written."""
+        slot = self._slot_of.get(key)
+        if slot is None or self.has_file(*key) or len(self._writing) >= self._max_writing:
+            return
         self._writing[slot] = key
         self._busy[slot] += 1
         self._moves.writes[key.name] = slot
@@ -217,6 +239,7 @@ class LowerTiers:
             if not self._busy[slot]:
                 del self._slot_of[key]
                 del self._owner[slot]
+                self._unwritten.pop(key, None)
                 self._removed(HOST, key)
                 return slot
         return None
@@ -321,6 +344,7 @@ class LowerTiers:
             self._release(slot)
             if key is not None and size:
                 self._add_file(key, size)
+        self._write_more()
 
     def _arrived(self, promotion: Promotion, failed: set[int]) -> None:
         is_current = self._cache.is_current(promotion.chain)
@@ -358,6 +382,7 @@ class LowerTiers:
                 self._free.append(slot)
         self._slot_of.clear()
         self._owner.clear()
+        self._unwritten.clear()
         self._files.clear()
         self._used_disk = 0
         self._rising.clear()

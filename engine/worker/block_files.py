@@ -42,16 +42,14 @@ class BlockFiles:
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(
-                f"{SETTING}={folder!r} can't be written: {error.strerror}; give another folder"
-            ) from error
+            raise ConfigError(f"{SETTING}={folder!r} can't be used: {error.strerror}; give another folder") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"{SETTING}={folder!r} is in use by another engine: give each its folder") from error
         self._folder = self._root
-        self._has_failed = False
+        self._has_failed = self._is_closing = False
         self._readers = ThreadPoolExecutor(READERS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # one, so that writes and deletions keep their order
 
@@ -95,14 +93,17 @@ class BlockFiles:
             self._writer.submit(path.unlink, missing_ok=True)
 
     def close(self) -> None:
-        """Finish what has begun, and let others use the folder."""
+        """Finish what has begun, and the deletions, and let others use the folder."""
+        self._is_closing = True
         self._readers.shutdown(cancel_futures=True)
-        self._writer.shutdown(cancel_futures=True)
+        self._writer.shutdown()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _write(self, folder: Path, name: str, block: memoryview) -> int:
+        if self._is_closing:
+            return 0
         part = folder / (name + UNFINISHED)
         try:
             with open(part, "wb", buffering=0) as file:
