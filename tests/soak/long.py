@@ -110,7 +110,8 @@ def take_turn(server: Serving, turn: int, model: Path) -> dict[str, Any]:
     """Run one turn, and return its sample."""
     fault = fault_of(turn)
     began = time.monotonic()
-    load = start_load(server.url, requests=REQUESTS, streams=12, tokens=48, prompt_tokens=16 + 40 * (turn % 5), aborts=8,
+    prompt = 16 + 40 * (turn % 5)
+    load = start_load(server.url, requests=REQUESTS, streams=12, tokens=48, prompt_tokens=prompt, aborts=8,
                       abort_seconds=0.5, seed=turn)  # fmt: skip
     time.sleep(0.5)  # until it sends
     fault(server, turn, model)

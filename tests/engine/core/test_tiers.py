@@ -81,8 +81,7 @@ def test_host_memory_keeps_what_was_used_last(make, reference):
     assert hits(engine) == {"host": 7 * PAGE}  # PROMPTS[0] has gone
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed, async_scheduling", [(0, False), (1, True)])
 def test_random_traffic_has_the_tokens_of_an_engine_without_tiers(make, on_disk, seed, async_scheduling):
     """Prompts that begin alike, aborts, preemptions, and tiers so small that blocks are dropped everywhere."""
     block = make().loop.executor.capabilities.block_bytes
