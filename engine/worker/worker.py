@@ -204,7 +204,7 @@ class Worker:
     def _fingerprint(self) -> str:
         """Return a hash of all that keys and values depend on beside tokens: weights, model, and form of the pages."""
         config, model = self.config, self.runner.model
-        tensors = dict(model.module.state_dict(keep_vars=True))
+        tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
         form = config.page_size, config.dtype, config.kv_cache_dtype, config.max_model_len
         return fingerprint(tensors, model.config, model.cache_specs(), *form)
 
