@@ -76,6 +76,10 @@ class EngineConfig(NamesFields):
       state, which refuses True.
     - `kv_events_config`: publish over ZeroMQ which prefixes the KV cache holds, for routers: a KVEventsConfig, or its
       values as a dict or JSON (docs/kv-cache.md). None: off.
+    - `kv_offloading_size`: GiB of host memory, over all ranks, for pages that the prefix cache evicts; a prompt that
+      needs them again copies them back (docs/kv-cache.md). None: off.
+    - `kv_offloading_disk_path`, `kv_offloading_disk_size`: a folder, and the GiB that files may take there, to which
+      those pages are written too; they outlive the engine. Needs `kv_offloading_size`. None: off.
     - `async_scheduling`: enqueue each step before the previous step's tokens are read. Default: on a GPU only.
     - `num_speculative_tokens`: draft tokens per request and step, proposed by prompt lookup (n-grams) and verified by
       the model; texts are those without drafts. 0: none. Needs `async_scheduling` off, the default then.
@@ -130,6 +134,9 @@ class EngineConfig(NamesFields):
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool | None = None
     kv_events_config: KVEventsConfig | None = None
+    kv_offloading_size: float | None = None
+    kv_offloading_disk_path: str | None = None
+    kv_offloading_disk_size: float | None = None
     async_scheduling: bool | None = None
     num_speculative_tokens: int = 0
     enable_return_hidden_states: bool = False
@@ -218,6 +225,7 @@ class EngineConfig(NamesFields):
             self._check_tensor_parallel()
         self._check_scores()
         self._check_kv_events()
+        self._check_kv_offloading()
         if self.enable_sleep_mode and self.mode != "inference":
             raise ConfigError(f"enable_sleep_mode=True is for inference, found mode={self.mode!r}: leave it out")
         if self.graph_buckets is not None:
@@ -291,6 +299,42 @@ class EngineConfig(NamesFields):
             raise ConfigError(
                 "kv_events_config publishes what the prefix cache holds, found enable_prefix_caching=False: leave one "
                 "of them out"
+            )
+
+    def _check_kv_offloading(self) -> None:
+        for name in ("kv_offloading_size", "kv_offloading_disk_size"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < 2**20):
+                raise ConfigError(f"{name}={value!r} must be a number of GiB above 0; leave it out to keep none")
+        folder, size = self.kv_offloading_disk_path, self.kv_offloading_disk_size
+        if folder is not None and (not isinstance(folder, str) or not folder):
+            raise ConfigError(f"kv_offloading_disk_path={folder!r} must be a folder")
+        if (folder is None) != (size is None):
+            raise ConfigError(
+                f"kv_offloading_disk_path={folder!r} and kv_offloading_disk_size={size!r} need each other: give the "
+                "folder and how many GiB its files may take, or neither"
+            )
+        if folder is not None and self.kv_offloading_size is None:
+            raise ConfigError(
+                f"kv_offloading_disk_path={folder!r} needs kv_offloading_size: blocks go to disk and come back through "
+                "host memory"
+            )
+        if folder is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"kv_offloading_disk_path={folder!r} can't be combined with "
+                f"tensor_parallel_size={self.tensor_parallel_size}, of which each rank would have other files: use "
+                "kv_offloading_size alone"
+            )
+        if self.kv_offloading_size is None:
+            return
+        setting = f"kv_offloading_size={self.kv_offloading_size}"
+        if self.mode != "inference":
+            raise ConfigError(f"{setting} is for inference, found mode={self.mode!r}: leave it out")
+        if self.enable_prefix_caching is False:
+            raise ConfigError(
+                f"{setting} keeps what the prefix cache evicts, found enable_prefix_caching=False: leave one of them "
+                "out"
             )
 
     def _check_dropless(self) -> None:

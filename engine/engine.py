@@ -434,6 +434,7 @@ class Engine:
             self._closed = True
             self._loop.save_manifest()
             with self.pool.turn():
+                self._loop.save_prefixes()
                 self._loop.close()
 
     def _require_open(self) -> None:

@@ -15,6 +15,7 @@ from engine.protocol.messages import EngineStats
 COUNTS = (
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "steps",
     "idle_check_failures", "draft_tokens", "accepted_tokens", "drafts",
+    "tier_failed_reads", "tier_dropped",
 )  # fmt: skip
 GRAPH_COUNTS = (
     "replays", "fallbacks", "captures", "failed_captures", "invalidations", "real_tokens", "padded_tokens",
@@ -30,6 +31,7 @@ def totals_after_exit(ended: EngineStats, reason: str) -> EngineStats:
         **counts,
         ended=dict(ended.ended),
         accepted_by_position=dict(ended.accepted_by_position),
+        tier_hits=dict(ended.tier_hits),
         histograms=ended.histograms,
         graphs=graphs,
         weight_version=ended.weight_version,
@@ -50,6 +52,7 @@ def add_totals(before: EngineStats, now: EngineStats) -> EngineStats:
         **counts,
         ended=dict(Counter(before.ended) + Counter(now.ended)),
         accepted_by_position=dict(Counter(before.accepted_by_position) + Counter(now.accepted_by_position)),
+        tier_hits=dict(Counter(before.tier_hits) + Counter(now.tier_hits)),
         histograms=_sum_all((before.histograms, now.histograms)),
         graphs=graphs,
         last_error=now.last_error or before.last_error,

@@ -19,6 +19,7 @@ from engine.core.kv_event_publisher import KVEventPublisher
 from engine.core.pause import Pause, PauseMode
 from engine.core.sleep import Sleep
 from engine.core.steps import Steps
+from engine.core.tiers import TierMoves, open_tiers
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.executor.interface import Executor
 from engine.protocol.messages import EngineStats
@@ -68,6 +69,7 @@ class EngineLoop:
         self.prefix_cache = (
             PrefixCache(pool, workers.windows, self._kv_events) if config.enable_prefix_caching else None
         )
+        tiers = open_tiers(executor, self.prefix_cache, self._kv_events)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -84,7 +86,9 @@ class EngineLoop:
             self.prefix_cache,
             weight_version=self.weight_version,
             drafter=NgramDrafter() if config.num_speculative_tokens else None,
+            tiers=tiers,
         )
+        self._tiers = None if tiers is None else TierMoves(self.scheduler, executor, tiers)
         self._eos = frozenset(self.info.eos_token_ids)
         self.constraints = Constraints(
             compiler,
@@ -230,7 +234,13 @@ class EngineLoop:
             self._schedule_compiled()
         masks = steps.fill_masks()
         started = steps.timer.now()
+        if self._tiers is not None:
+            self._tiers.poll()
         batch = self.scheduler.schedule()
+        if self._tiers is not None:
+            self._tiers.send()
+            if not batch and not steps:
+                self._tiers.wait()
         self.constraints.mark(batch)
         if masks is None or steps.sample(masks):
             failure = steps.submit(batch, started)
@@ -363,6 +373,20 @@ class EngineLoop:
 
     def _forget_kv(self) -> None:
         self.reset_prefix_cache(recompute_running=True)
+        if self._tiers is not None:
+            self._tiers.drain()
+
+    def poll_tiers(self) -> None:
+        """Go on with moves of blocks between the tiers, while no step does. See TierMoves.poll."""
+        if self._tiers is not None and not self._pause.obstacle:
+            self._tiers.poll()
+            self._tiers.send()
+
+    def save_prefixes(self) -> None:
+        """Write cached prefixes to disk for the next start, if there is a disk tier. All requests must have ended."""
+        if self._tiers is not None and not self._pause.obstacle:
+            self.steps.drain()
+            self._tiers.save()
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -413,7 +437,19 @@ class EngineLoop:
             released=self.sleep.released,
             weights_discarded=self.sleep.discarded,
             num_threads=self._num_threads(),
+            **self._tier_stats(),
         )
+
+    def _tier_stats(self) -> dict[str, Any]:
+        tiers = self.scheduler.tiers
+        if tiers is None:
+            return {}
+        return {
+            "tier_hits": dict(tiers.counts.hits),
+            "tier_bytes": tiers.used_bytes(),
+            "tier_failed_reads": tiers.counts.failed_reads,
+            "tier_dropped": tiers.counts.dropped,
+        }
 
     def _num_threads(self) -> int:
         """Return the number of threads that a step on a CPU uses; 0 on a GPU."""
@@ -425,6 +461,8 @@ class EngineLoop:
     def idle_check(self) -> None:
         """Drain, then raise SchedulerInvariantError listing every live request and leaked page or slot, if any."""
         self.steps.drain()
+        if self._tiers is not None:
+            self._tiers.drain()
         self.scheduler.idle_check()
         if waiting := [one.request_id for one in self.live_requests()]:
             raise SchedulerInvariantError(f"not idle: requests {waiting} wait to be queued")

@@ -55,6 +55,8 @@ class _Service:
         finally:
             try:
                 self._end_requests(is_lost)
+                if not reason:
+                    self._loop.save_prefixes()
             except Exception as error:  # scheduler state is broken; the Dead below still ends every request's stream
                 logger.exception("the engine loop could not end its requests")
                 reason = reason or f"{type(error).__name__}: {error}"
@@ -95,6 +97,8 @@ class _Service:
     def _after_turn(self, *, became_idle: bool, captured: bool) -> None:
         """Check for leaks, report, and save the manifest, each if it is due."""
         loop, now = self._loop, time.monotonic()
+        if not loop.can_step:
+            loop.poll_tiers()
         if became_idle and not loop.has_work and now >= self._next_idle_check:
             self._next_idle_check = now + IDLE_CHECK_SECONDS
             loop.count_leaks()

@@ -182,6 +182,11 @@ class RolloutPool:
                 f"kv_events_config is for one engine, found engines={engines}: they would share its address and its "
                 "topic: leave it out"
             )
+        if engines > 1 and self.config.kv_offloading_disk_path is not None:
+            raise ConfigError(
+                f"kv_offloading_disk_path={self.config.kv_offloading_disk_path!r} is for one engine, found "
+                f"engines={engines}: leave it out, or use kv_offloading_size alone"
+            )
         source = resolve_model(self.config.model, config_from_folder, self.config.progress)
         self.tokenizer = Tokenizer.try_load(source)
         self._owns_ray = not ray.is_initialized()

@@ -68,7 +68,8 @@ class EngineStats:
     `num_deferred` of the waiting sequences wait for their grammars. `pause` is the mode of a pause, or "". `released`:
     the parts of memory that sleep; `weights_discarded`: how the weights slept last. `num_threads` is how many a step on
     a CPU uses; 0 on a GPU. `graphs` is the graph cache's snapshot as plain data, `histograms` the snapshots of
-    engine.utils.histogram.
+    engine.utils.histogram. Of the tiers below the prefix cache: `tier_hits`, prompt tokens that came up, and
+    `tier_bytes`, each by tier; `tier_failed_reads` and `tier_dropped`, blocks (see TierCounts).
     """
 
     num_running: int = 0
@@ -96,6 +97,10 @@ class EngineStats:
     released: tuple[str, ...] = ()
     weights_discarded: bool = False
     num_threads: int = 0
+    tier_hits: dict[str, int] = field(default_factory=dict)
+    tier_bytes: dict[str, int] = field(default_factory=dict)
+    tier_failed_reads: int = 0
+    tier_dropped: int = 0
 
 
 CLIENT_ID_SPAN = 2**40  # IDs per client: client c uses [c * CLIENT_ID_SPAN, (c + 1) * CLIENT_ID_SPAN)

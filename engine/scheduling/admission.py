@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from engine.errors import ConfigError, PromptTooLong
 from engine.scheduling.cache_groups import CacheGroups, Windows, check_windows
+from engine.scheduling.lower_tiers import Promotion
 from engine.scheduling.page_pool import InvariantError, PagePool
 from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 from engine.scheduling.request import Request
@@ -99,7 +100,7 @@ class QueuedRequest:
 
     __slots__ = (
         "chain", "final_pages", "final_tokens", "is_short", "key", "pages_until", "preemptions",
-        "registered", "request",
+        "promotion", "registered", "request",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +115,7 @@ class QueuedRequest:
         self.chain: PrefixChain | None = None
         self.registered = 0  # number of leading pages that were added to the prefix cache or came from it
         self.preemptions = 0
+        self.promotion: Promotion | None = None  # the one begun for it since it was queued
 
     @property
     def pages_remaining(self) -> int:

@@ -49,13 +49,16 @@ def slot_problems(free_slots: Sequence[int], running: Sequence[QueuedRequest], m
     return [f"free and held slots are {dict(seen)}, expected each of 0..{max_num_seqs - 1} once"]
 
 
-def page_problems(pool: PagePool, groups: CacheGroups, running: Sequence[QueuedRequest]) -> list[str]:
+def page_problems(
+    pool: PagePool, groups: CacheGroups, running: Sequence[QueuedRequest], rising: Iterable[int] = ()
+) -> list[str]:
     """Check that each page's reference count matches its running requests, and that each request has enough pages.
 
-    Counts all groups' tables, so a page in two of them must have two references.
+    Counts all groups' tables, so a page in two of them must have two references. `rising`: the pages that promotions
+    from lower tiers reference.
     """
     found = []
-    held: Counter[int] = Counter()
+    held: Counter[int] = Counter(rising)
     for entry in running:
         request = entry.request
         if not len(request.page_tables) == len(request.num_freed) == len(groups.windows):
@@ -74,5 +77,7 @@ def page_problems(pool: PagePool, groups: CacheGroups, running: Sequence[QueuedR
                 found.append(f"{request!r} freed {freed} pages, not those before its window, in group {group}: {table}")
     for page in range(pool.num_pages):
         if pool.ref_count(page) != held[page]:
-            found.append(f"page {page} has {pool.ref_count(page)} references, running requests hold {held[page]}")
+            found.append(
+                f"page {page} has {pool.ref_count(page)} references, running requests and promotions hold {held[page]}"
+            )
     return found

@@ -33,6 +33,7 @@ class KVEventRecorder:
         ]
         self._events: list[Event] = []
         self._stored: list[set[bytes]] = [set() for _ in groups]
+        self._in_tiers: set[tuple[str, int, bytes]] = set()
 
     def stored(
         self,
@@ -81,18 +82,53 @@ class KVEventRecorder:
         if digest not in self._stored[group]:
             return
         self._stored[group].remove(digest)
+        self._remove(MEDIUM, group, digest)
+
+    def tier_stored(self, medium: str, group: int, digest: bytes) -> None:
+        """Record that a tier below the prefix cache holds a block. As vLLM's, the event has neither tokens nor parent.
+
+        Successive blocks of one tier and group are one event.
+        """
+        self._in_tiers.add((medium, group, digest))
         last = self._events[-1] if self._events else {}
-        if last.get("type") == "BlockRemoved" and last["group_idx"] == group:
+        if last.get("type") == "BlockStored" and (last["medium"], last["group_idx"]) == (medium, group):
+            last["block_hashes"].append(_number(digest))
+            return
+        self._events.append(
+            {
+                "type": "BlockStored",
+                "block_hashes": [_number(digest)],
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": self._page_size,
+                "lora_id": None,
+                "medium": medium,
+                "lora_name": None,
+                "group_idx": group,
+                **self._kinds[group],
+            }
+        )
+
+    def tier_removed(self, medium: str, group: int, digest: bytes) -> None:
+        """Record that a tier dropped a block."""
+        if (medium, group, digest) in self._in_tiers:
+            self._in_tiers.remove((medium, group, digest))
+            self._remove(medium, group, digest)
+
+    def _remove(self, medium: str, group: int, digest: bytes) -> None:
+        last = self._events[-1] if self._events else {}
+        if last.get("type") == "BlockRemoved" and (last["medium"], last["group_idx"]) == (medium, group):
             last["block_hashes"].append(_number(digest))
         else:
             hashes = [_number(digest)]
-            self._events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM, "group_idx": group})
+            self._events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group})
 
     def cleared(self) -> None:
         """Record that the cache was emptied. Replaces the events that were not taken yet."""
         self._events = [{"type": "AllBlocksCleared"}]
         for stored in self._stored:
             stored.clear()
+        self._in_tiers.clear()
 
     def take(self) -> list[Event]:
         """Return the events since the last call, in order."""

@@ -7,8 +7,9 @@ salt, so equal keys mean equal prefixes under equal weights. Not thread-safe: th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 from engine.errors import ConfigError
 from engine.scheduling.cache_groups import Windows, check_windows, pages_before
@@ -41,13 +42,21 @@ class PrefixChain:
         return self.digests[index]
 
 
+class Tiers(Protocol):
+    """What takes the blocks of evicted pages; see LowerTiers."""
+
+    def evicted(self, group: int, digest: bytes, page: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+
 class PrefixCache:
     """The cached pages of one pool, for one or more cache groups.
 
     A prefix of k pages is found if every group has the pages that the next query reads: a full group all k, a window
     group the pages of the last window - 1 tokens. `queries` and `hits` count prompt tokens looked up and found, never
     reset. Only paged keys and values are cached: don't use it for models with recurrent state. `events` records what
-    is cached and evicted; None records nothing.
+    is cached and evicted; None records nothing. `tiers` takes what is evicted; None drops it.
     """
 
     def __init__(self, pool: PagePool, groups: Windows = (None,), events: KVEventRecorder | None = None):
@@ -59,6 +68,7 @@ class PrefixCache:
         self.pool = pool
         self.groups = groups
         self.events = events
+        self.tiers: Tiers | None = None
         self.queries = 0
         self.hits = 0
         self.evictions = 0
@@ -110,6 +120,42 @@ class PrefixCache:
                 table += [0] * start
                 table += [page_of[chain.digest(index, token_ids, size)] for index in range(start, length)]
         return tables
+
+    def length_with(
+        self, below: Callable[[int, bytes], bool], chain: PrefixChain, token_ids: Sequence[int], found: int
+    ) -> int:
+        """Return the length in pages of the longest prefix whose entries are cached or in the tiers below.
+
+        `found`: the length that `lookup` has found. `below(group, digest)`: whether a tier has a block.
+        """
+        size = self.pool.page_size
+        length = (len(token_ids) - 1) // size if self.is_current(chain) else 0
+
+        def holds(group: int, digest: bytes) -> bool:
+            return digest in self._page_of[group] or below(group, digest)
+
+        for group, before in enumerate(self._pages_before):
+            if before is None:
+                indices = range(found, length)
+                length = next((i for i in indices if not holds(group, chain.digest(i, token_ids, size))), length)
+        while (gap := self._last_gap(chain, token_ids, length, holds)) is not None:
+            length = gap
+        return length
+
+    def entries(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> list[tuple[int, int, int]]:
+        """Return (group, index, page) of each entry that a prefix of `length` pages needs; page 0: it isn't cached."""
+        found = []
+        for group, (page_of, before) in enumerate(zip(self._page_of, self._pages_before, strict=True)):
+            for index in range(0 if before is None else max(0, length - before), length):
+                page = page_of.get(chain.digest(index, token_ids, self.pool.page_size), 0)
+                found.append((group, index, page))
+        return found
+
+    def pages(self) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (group, digest, page) of all cached pages."""
+        for group, page_of in enumerate(self._page_of):
+            for digest, page in page_of.items():
+                yield group, digest, page
 
     def next_page(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> bytes | None:
         """Return the digest of the page after the first `length` pages; None if a lookup would not look for it."""
@@ -163,6 +209,8 @@ class PrefixCache:
             page_of.clear()
         self._digest_of.clear()
         self.generation += 1
+        if self.tiers is not None:
+            self.tiers.reset()
         if self.events is not None:
             self.events.cleared()
 
@@ -177,15 +225,23 @@ class PrefixCache:
             found.append(f"pages kept but not cached, or the reverse: {sorted(kept ^ self._digest_of.keys())}")
         return found
 
-    def _last_gap(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> int | None:
+    def _last_gap(
+        self,
+        chain: PrefixChain,
+        token_ids: Sequence[int],
+        length: int,
+        holds: Callable[[int, bytes], bool] | None = None,
+    ) -> int | None:
         """Return an entry that a window group needs for a prefix of `length` pages and lacks, or None.
 
-        It is the last such entry of its group, so no prefix between it and `length` is complete either.
+        It is the last such entry of its group, so no prefix between it and `length` is complete either. `holds`:
+        whether there is a page or a block; None: whether there is a page.
         """
-        for page_of, before in zip(self._page_of, self._pages_before, strict=True):
+        holds = holds or (lambda group, digest: digest in self._page_of[group])
+        for group, before in enumerate(self._pages_before):
             if before is not None:
                 for index in range(length - 1, max(0, length - before) - 1, -1):
-                    if chain.digest(index, token_ids, self.pool.page_size) not in page_of:
+                    if not holds(group, chain.digest(index, token_ids, self.pool.page_size)):
                         return index
         return None
 
@@ -194,6 +250,8 @@ class PrefixCache:
         for group, page_of in enumerate(self._page_of):
             if page_of.get(digest) == page:
                 del page_of[digest]
+                if self.tiers is not None:
+                    self.tiers.evicted(group, digest, page)
                 if self.events is not None:
                     self.events.removed(group, digest)
         self.evictions += 1

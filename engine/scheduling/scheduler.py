@@ -28,10 +28,12 @@ from itertools import islice
 from operator import attrgetter
 
 from engine.errors import RequestError
+from engine.protocol.kv_moves import Moved
 from engine.scheduling import progress
 from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
+from engine.scheduling.lower_tiers import LowerTiers
 from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestState
@@ -47,7 +49,7 @@ class Scheduler:
 
     A request given to `add` is waiting (preempted ones included) or running until it ends; `get` finds it until then.
     A request gets the current `weight_version` on admission; change it with `set_weight_version`. `drafter` proposes
-    draft tokens for the decodes of a step; None: there are none.
+    draft tokens for the decodes of a step; None: there are none. `tiers`: below the prefix cache; None: there are none.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Scheduler:
         *,
         weight_version: str = "",
         drafter: Drafter | None = None,
+        tiers: LowerTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config = config
         self.pool = pool
         self.prefix_cache = prefix_cache
+        self.tiers = tiers
         self.weight_version = weight_version
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of all requests admitted so far
@@ -250,6 +254,13 @@ class Scheduler:
         for request, computed in progress.complete(batch, new_tokens, verified, self.pool.page_size):
             self._cache_pages(request, computed)
 
+    def finish_moves(self, moved: Moved) -> None:
+        """Take what the workers have moved between the tiers; requests that waited for it can be admitted now."""
+        assert self.tiers is not None
+        self.tiers.finish(moved)
+        if moved.promoted:
+            self._blocked_head = None
+
     def _cache_pages(self, request: Request, computed: int) -> None:
         """Add the pages filled by `computed` tokens to the prefix cache, which ignores those started before a reset.
 
@@ -266,9 +277,11 @@ class Scheduler:
 
     def problems(self) -> list[str]:
         """Describe every broken invariant of queues, slots, pages and prefix cache. O(pages); for checks."""
-        found = self.pool.problems() + page_problems(self.pool, self._groups, self._running)
+        rising = () if self.tiers is None else self.tiers.held_pages()
+        found = self.pool.problems() + page_problems(self.pool, self._groups, self._running, rising)
         found += queue_problems(self._entries, self._waiting, self._running)
         found += slot_problems(self._free_slots, self._running, self.config.max_num_seqs)
+        found += self.tiers.problems() if self.tiers is not None else []
         return found + (self.prefix_cache.problems() if self.prefix_cache is not None else [])
 
     def check(self) -> None:
@@ -432,6 +445,11 @@ class Scheduler:
                 return
             others = (o for o in self._running[:0:-1] if not o.is_short and o.key[0] >= entry.key[0])
             last = [other for other in islice(others, 1) if other.request not in batch.admitted]
+            if self.tiers is not None:
+                matched = self._admission.matched_tables(entry, self.weight_version)
+                has_room = self._admission.shortfall(entry, matched, self._running) <= 0
+                if has_room and self._waits_for_blocks(entry, matched):
+                    return
             if not self._admit_with_preemption(entry, last, batch):
                 return
             room -= 1
@@ -506,10 +524,14 @@ class Scheduler:
                 skipped += 1
                 continue
             if self._admission.shortfall(head, matched, self._running) > 0:
-                if not self._running:  # it must fit an idle pool, so it would wait forever
+                is_rising = self.tiers is not None and self.tiers.num_rising > 0  # which holds pages for a while
+                if not self._running and not is_rising:  # it must fit an idle pool, so it would wait forever
                     raise SchedulerInvariantError(f"{head.request!r} doesn't fit an idle engine: {self.problems()}")
                 self._blocked_head = head
                 return
+            if self._waits_for_blocks(head, matched):
+                skipped += 1
+                continue
             self._admit(head, matched, batch)
             budget = self._budget_for(head, budget)
             if len(head.request.token_ids) - head.request.num_computed == 1 and not head.request.is_pooled:
@@ -518,6 +540,17 @@ class Scheduler:
             else:
                 budget -= _add_chunk(batch, head.request, budget)
                 begun.update(self._pages_of(head, batch.prefills[-1]))
+
+    def _waits_for_blocks(self, entry: QueuedRequest, matched: list[list[int]]) -> bool:
+        """Return whether blocks of a request's prefix rise from lower tiers; begins that, once per admission."""
+        if self.tiers is None or entry.chain is None or entry.request.params.needs_whole_prompt:
+            return False
+        if entry.promotion is not None:
+            return not entry.promotion.is_done
+        promotion = self.tiers.promote(entry.chain, entry.request.token_ids, len(matched[0]))
+        if promotion is not None and promotion.chain is entry.chain:
+            entry.promotion = promotion
+        return promotion is not None
 
     def _pages_begun(self, batch: Batch) -> set[bytes]:
         """Return the digests of the pages that the prompt chunks of a batch fill; empty without a prefix cache."""
@@ -563,6 +596,7 @@ class Scheduler:
         self._last_lease += 1
         request.lease = self._last_lease
         request.num_computed = computed
+        entry.promotion = None
         request.weight_version = self.weight_version
         entry.registered = num_matched
         has_windows = self._groups.has_windows

@@ -22,6 +22,8 @@ class Capabilities:
     - max_verify_tokens: tokens in the rows of one step that verify drafts; 0 without speculative decoding.
     - adapters: the names that a request may give as its adapter.
     - device: of the worker in this process, where the core prepares token masks.
+    - host_blocks: blocks of the KV cache that fit into host memory; 0: it keeps none.
+    - block_bytes: of a page, in all layers of its cache group and on all ranks.
     - threads: what changes the number of threads of steps on a CPU; None if it stays.
     """
 
@@ -35,3 +37,5 @@ class Capabilities:
     adapters: tuple[str, ...]
     device: torch.device
     threads: ThreadTuner | None = None
+    host_blocks: int = 0
+    block_bytes: int = 0

@@ -101,6 +101,11 @@ def _prefix_caching(config: EngineConfig, model: ModelConfig) -> bool:
             f"enable_prefix_caching=True doesn't work with {model.architecture}: {len(recurrent)} of its layers have "
             "recurrent state, which cached pages don't hold; leave it out"
         )
+    if config.kv_offloading_size is not None:
+        raise ConfigError(
+            f"kv_offloading_size={config.kv_offloading_size} doesn't work with {model.architecture}: {len(recurrent)} "
+            "of its layers have recurrent state, so it has no prefix cache whose pages could be kept; leave it out"
+        )
     if config.enable_prefix_caching is None:
         logger.info("prefix caching is off: %s has layers with recurrent state", model.architecture)
     return False

@@ -17,17 +17,20 @@ from torch import Tensor, nn
 
 from engine.config import ResolvedConfig
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
-from engine.errors import ModelError, RequestError, WeightUpdateError
+from engine.errors import ConfigError, ModelError, RequestError, WeightUpdateError
 from engine.layers.weight_slot import Slot
-from engine.loader.checksums import sha256_of
+from engine.loader.checksums import fingerprint, sha256_of
 from engine.loader.shared_weights import share_weights
 from engine.loader.weights import check_update, iterate_safetensors, iterate_shards, load_dummy, write_update
 from engine.models.interface import Model
+from engine.protocol.kv_moves import Moved, Moves
 from engine.protocol.messages import ModelInfo
 from engine.scheduling.batch import Batch
 from engine.worker.async_output import AsyncStepOutput
+from engine.worker.block_files import BlockFiles
 from engine.worker.capabilities import Capabilities
 from engine.worker.kernel_compilation import compile_kernels
+from engine.worker.kv_tiers import KVTiers, block_bytes
 from engine.worker.model_runner import ModelRunner
 from engine.worker.releasable import ReleasableMemory
 from engine.worker.step_input import MaskInput, StepInput
@@ -99,6 +102,7 @@ class Worker:
         # Ranks whose results differ in the last bits could sample different tokens.
         is_tuned = self.runner.device.type == "cpu" and config.num_threads is None and parallel.size == 1
         self.threads = ThreadTuner() if is_tuned and threads_are_unset() else None
+        self.tiers = self._open_tiers()
         self.capabilities = Capabilities(
             config=config,
             info=self.info,
@@ -110,6 +114,8 @@ class Worker:
             adapters=() if model.adapters is None else model.adapters.names,
             device=self.runner.device,
             threads=self.threads,
+            host_blocks=0 if self.tiers is None else self.tiers.num_slots,
+            block_bytes=block_bytes(self.runner.kv) * parallel.size,
         )
         self.memory = ReleasableMemory(
             model,
@@ -159,6 +165,51 @@ class Worker:
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Zero free KV pages that may hold NaN."""
         self.runner.zero_pages(pages)
+
+    # ---- tiers below the KV cache ------------------------------------------------------------------------------------
+
+    def _open_tiers(self) -> KVTiers | None:
+        """Reserve host memory, a part of `kv_offloading_size` on each rank, and open the folder of files."""
+        config, kv = self.config, self.runner.kv
+        if not config.kv_offloading_size:
+            return None
+        size = block_bytes(kv) * self._parallel.size
+        num_slots = int(config.kv_offloading_size * 2**30) // size
+        if num_slots < 1:
+            raise ConfigError(
+                f"kv_offloading_size={config.kv_offloading_size} holds no page, which takes {size / 2**30:.6f} GiB: "
+                "raise it or leave it out"
+            )
+        folder = config.kv_offloading_disk_path
+        return KVTiers(kv, num_slots, None if folder is None else BlockFiles(folder))
+
+    def open_files(self) -> dict[str, int]:
+        """Return the sizes of the files that hold blocks of this model, by name, least recently used first."""
+        assert self.tiers is not None and self.tiers.files is not None
+        return self.tiers.files.open(self._fingerprint())
+
+    def move_blocks(self, moves: Moves) -> None:
+        """Begin to move blocks between the tiers. The pages of offloads may be overwritten by the next step."""
+        assert self.tiers is not None
+        clears = moves.clears and self.tiers.files is not None
+        self.tiers.move(moves, self._fingerprint() if clears else "")
+
+    def poll_blocks(self) -> Moved:
+        """Return what has been moved since the last call. The core takes the report of rank 0."""
+        assert self.tiers is not None
+        return self.tiers.poll()
+
+    def blocks_arrived(self, numbers: Sequence[int]) -> None:
+        """Let the next step read the pages of these promotions."""
+        assert self.tiers is not None
+        self.tiers.arrived(numbers)
+
+    def _fingerprint(self) -> str:
+        """Return a hash of all that keys and values depend on beside tokens: weights, model, and form of the pages."""
+        config, model = self.config, self.runner.model
+        tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+        form = config.page_size, config.dtype, config.kv_cache_dtype, config.max_model_len
+        return fingerprint(tensors, model.config, model.cache_specs(), *form)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 
@@ -300,6 +351,8 @@ class Worker:
             return
         self._closed = True
         try:
+            if self.tiers is not None:
+                self.tiers.close()
             self.runner.cache.clear()
             self.runner.model.close()
         finally:

@@ -93,6 +93,9 @@ ENGINE_HELP = {
     "enable_prefix_caching": "reuse the KV cache of prompts with the same prefix",
     "kv_events_config": "publish over ZeroMQ which prefixes the KV cache holds, for routers; a JSON object with "
     'vLLM\'s keys, such as {"enable_kv_cache_events": true}',
+    "kv_offloading_size": "GiB of host memory for pages that the prefix cache evicts, over all GPUs; none: off",
+    "kv_offloading_disk_path": "folder to which those pages are written too, and read from after a restart; none: off",
+    "kv_offloading_disk_size": "GiB that the files in that folder may take",
     "async_scheduling": "enqueue each step before the previous step's tokens are read",
     "num_speculative_tokens": "draft tokens per request and step, by prompt lookup; 0: none",
     "enable_return_hidden_states": "allow requests to ask for hidden states",
@@ -158,7 +161,8 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "kv_events_config",
-        "async_scheduling", "num_speculative_tokens", "enable_sleep_mode",
+        "kv_offloading_size", "kv_offloading_disk_path", "kv_offloading_disk_size", "async_scheduling",
+        "num_speculative_tokens", "enable_sleep_mode",
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",

@@ -124,6 +124,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "int | None": int,
     "float": float,
+    "float | None": float,
     "str": str,
     "str | None": str,
     "KVEventsConfig | None": str,
@@ -134,6 +135,7 @@ METAVARS: Mapping[str, str] = {
     "int": "N",
     "int | None": "N",
     "float": "X",
+    "float | None": "X",
     "str": "TEXT",
     "str | None": "TEXT",
     "KVEventsConfig | None": "JSON",
@@ -172,6 +174,7 @@ NEEDED = {
     "int": "an integer",
     "int | None": "an integer",
     "float": "a number",
+    "float | None": "a number",
     "tuple[int, ...] | None": "integers separated by commas",
     "tuple[str, ...]": "words separated by commas",
 }

@@ -308,6 +308,11 @@ class EngineCollector:
             "spec_decode_num_drafts": ("Drafts of speculative decoding.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Draft tokens of speculative decoding.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Draft tokens that sampling confirmed.", stats.accepted_tokens),
+            "kv_offloading_failed_reads": (
+                "Blocks whose files were missing, truncated or corrupted, and were computed again.",
+                stats.tier_failed_reads,
+            ),
+            "kv_offloading_dropped_blocks": ("Evicted blocks without room in host memory.", stats.tier_dropped),
             "engine_steps": ("Engine steps.", stats.steps),
             "idle_check_failures": (
                 "Checks of an idle engine that found leaked pages or slots.",
@@ -321,8 +326,14 @@ class EngineCollector:
             "local_cache_hit": stats.prefix_cache_hits,
         }
         yield _by_label("prompt_tokens_by_source", "Prompt tokens: computed, or cached.", "source", sources)
-        cached = {"device": stats.prefix_cache_hits}
+        cached = {"device": stats.prefix_cache_hits - sum(stats.tier_hits.values())}
+        cached |= {tier: stats.tier_hits.get(tier, 0) for tier in stats.tier_bytes}
         yield _by_label("prompt_tokens_cached_by_source", "Cached prompt tokens, by place.", "source", cached)
+        if stats.tier_bytes:
+            used = GaugeMetricFamily("encore_kv_offloading_bytes", "Size of the blocks in a tier.", labels=("tier",))
+            for tier, size in stats.tier_bytes.items():
+                used.add_metric((tier,), size)
+            yield used
         yield _by_label(
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens, by position in the draft.",

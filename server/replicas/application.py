@@ -99,6 +99,11 @@ def check(config: ServerConfig) -> None:
             "kv_events_config is for a single server: replicas would share its address and its topic, so that a router "
             "could not tell them apart: serve without replicas, or leave it out"
         )
+    if config.engine.kv_offloading_disk_path is not None:
+        raise ConfigError(
+            f"kv_offloading_disk_path={config.engine.kv_offloading_disk_path!r} is for a single server, as a folder "
+            "has one engine: serve without replicas, or use kv_offloading_size alone"
+        )
     device = config.engine.device
     if device.startswith("cuda:"):
         raise ConfigError(f"device={device!r}: Ray gives each replica its GPUs: set device=cuda")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import RunningServer, running, tiny_config
+from tests.soak import long
 from tests.soak.load import Load
 from tests.soak.serving import serving
 from tests.soak.soak import run
@@ -21,6 +22,31 @@ def test_streams_and_disconnecting_clients_leak_nothing(tiny_model: Path, tmp_pa
     assert together["finished"] == together["requests"] == 120 and together["streams_together"] > 15
     assert leaving["finished"] + leaving["aborted"] == 120 and leaving["aborted"] >= 30
     assert "Traceback" not in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_long_soak_continues_after_its_last_part(tmp_path: Path) -> None:
+    for part in (1, 2):
+        assert long.main(["--state", str(tmp_path), "--minutes", "0.4"]) == 0
+        samples = long.read_samples(tmp_path)
+        assert [one["turn"] for one in samples] == list(range(len(samples)))
+        assert len({one["server"] for one in samples}) == part
+    assert {one["fault"] for one in samples} >= {"nothing", "slow_readers", "update_weights", "sleep_and_wake"}
+    assert "None." in (tmp_path / "report.md").read_text() and (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_a_long_soak_finds_growth() -> None:
+    base = {"turn": 0, "fault": "nothing", "faults": [], "server": 1, "engine": 2, "graphs": 5.0}
+
+    def sample(turn: int, **changes: float) -> dict:
+        same = {"memory": {"server": 100 << 20, "engine": 200 << 20}, "files": {"server": 20, "engine": 4}}
+        grown = {"memory": {"server": 100 << 20, "engine": (200 << 20) + (turn << 20)}} if "memory" in changes else {}
+        return base | same | grown | {"turn": turn} | ({"graphs": 5.0 + turn} if "graphs" in changes else {})
+
+    turns = range(long.LEAST_TURNS)
+    assert long.faults_of([sample(turn) for turn in turns]) == []
+    assert "memory grew" in long.faults_of([sample(turn, memory=1) for turn in turns])[0]
+    assert "graphs grew" in long.faults_of([sample(turn, graphs=1) for turn in turns])[0]
 
 
 def test_server_and_client_state_is_empty_after_load(tiny_model: Path) -> None:

@@ -332,8 +332,9 @@ def test_every_field_of_a_snapshot_is_classified_as_counter_or_gauge(make_engine
         "released",
         "weights_discarded",
         "num_threads",
+        "tier_bytes",
     }
-    merged = {"ended", "graphs", "accepted_by_position", "histograms"}
+    merged = {"ended", "graphs", "accepted_by_position", "histograms", "tier_hits"}
     assert {field.name for field in fields(EngineStats)} == gauges | merged | set(COUNTS)
     graphs = make_engine().stats().graphs
     assert set(graphs) == set(GRAPH_COUNTS) | {"capture_seconds", "entries", "pool_bytes", "warm_ratio"}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
+import time
 
+import httpx
 import pytest
 
 from engine.errors import ConfigError
+from server import keys as server_keys
 from server.app import create_app
 from server.config import ServerConfig
 from server.http.errors import WireError
@@ -169,3 +174,67 @@ def test_a_key_may_be_sent_as_anthropics_clients_do(guarded):
     assert guarded.post("/v1/completions", COMPLETION, headers={"X-Api-Key": "sk-none"}).status_code == 401
     both = {"X-Api-Key": ONE, "Authorization": "Bearer sk-none"}
     assert guarded.post("/v1/completions", COMPLETION, headers=both).status_code == 401
+
+
+# ---- keys that change while the server runs ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reloaded(tmp_path, monkeypatch):
+    """Keys of two files, which are looked at on each use."""
+    monkeypatch.setattr(server_keys, "CHECK_SECONDS", 0.0)
+    for name, key in (("api", ONE), ("admin", ADMIN)):
+        (tmp_path / name).write_text(f"{key}\n")
+    config = ServerConfig(api_key_file=str(tmp_path / "api"), admin_key_file=str(tmp_path / "admin"))
+    return tmp_path, Keys.load(config, {"ENCORE_API_KEYS": "from-variable"})
+
+
+def replace(path, text):
+    """Replace a file as editors and Kubernetes do."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def test_keys_of_a_changed_file_are_accepted_and_removed_ones_are_not(reloaded):
+    folder, keys = reloaded
+    replica = pickle.loads(pickle.dumps(keys.with_admin("internal")))  # as a replica has them
+    replace(folder / "api", f"{OTHER}\n")
+    (folder / "admin").write_text("admin-two\n")  # in place
+    for one in (keys, replica):
+        assert [one.accepts(key) for key in (ONE, OTHER, "from-variable")] == [False, True, True]
+        assert [one.is_admin(key) for key in (ADMIN, "admin-two", "internal")] == [False, True, one is replica]
+        assert one.owner(OTHER) and one.guards_inference and one.guards_admin
+
+
+@pytest.mark.parametrize("content", ["", "# none\n", "two words\n", None])
+def test_a_file_without_valid_keys_changes_nothing_and_is_logged(reloaded, caplog, content):
+    folder, keys = reloaded
+    if content is None:
+        (folder / "api").unlink()
+    else:
+        replace(folder / "api", content)
+    for _ in range(3):
+        assert keys.accepts(ONE) and not keys.accepts("two words") and keys.guards_inference
+    assert len([record for record in caplog.records if "earlier 1 keys stay accepted" in record.message]) == 1
+    assert "two words" not in caplog.text
+    replace(folder / "api", f"{OTHER}\n")
+    assert keys.accepts(OTHER) and not keys.accepts(ONE)
+
+
+def test_all_api_workers_take_new_keys_without_a_restart(tiny_model, tmp_path):
+    from tests.soak.serving import serving
+
+    path = tmp_path / "api"
+    path.write_text(f"{ONE}\n")
+    flags = ("--api-key-file", str(path), "--http-workers", "2", "--warmup", "lazy")
+    with serving(tiny_model, tmp_path / "log", *flags) as server:
+
+        def statuses(key):  # new connections, so that both workers answer some
+            urls = [server.url + "/v1/models"] * 8
+            return {httpx.get(url, headers=bearer(key), timeout=30).status_code for url in urls}
+
+        assert statuses(ONE) == {200} and statuses(OTHER) == {401}
+        replace(path, f"{OTHER}\n")
+        time.sleep(2 * server_keys.CHECK_SECONDS)
+        assert statuses(ONE) == {401} and statuses(OTHER) == {200}

@@ -28,11 +28,17 @@ REPLICA = "x-encore-replica"
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def admin_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "admin"
+    path.write_text("admin-key\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, admin_keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Two replicas, shared by the tests of this file. Every test leaves two running, with the same weights."""
     folder = tmp_path_factory.mktemp("replicas")
-    (folder / "admin").write_text("admin-key\n")
-    flags = (*FLAGS, "--replicas", "2", "--max-model-len", "2048", "--admin-key-file", str(folder / "admin"))
+    flags = (*FLAGS, "--replicas", "2", "--max-model-len", "2048", "--admin-key-file", str(admin_keys))
     with serving(tiny_model, folder / "server.log", *flags) as handle:
         wait(lambda: len(replicas(handle)) == 2, "two replicas")
         yield handle
@@ -74,6 +80,20 @@ def test_replicas_answer_as_one_engine_does(server, tiny_model):
     assert all(len(answer.headers.get_list("x-request-id")) == 1 for answer in answers)
     again = [complete(server, prompt).headers[REPLICA] for prompt in prompts]
     assert again == [complete(server, prompt).headers[REPLICA] for prompt in prompts]
+
+
+def test_all_replicas_take_new_admin_keys(server, admin_keys):
+    def statuses(key: str) -> set[int]:
+        headers = {"Authorization": f"Bearer {key}"}
+        return {httpx.get(server.url + "/is_paused", headers=headers, timeout=30).status_code for _ in range(8)}
+
+    assert statuses("admin-key") == {200} and statuses("new-key") == {401}
+    admin_keys.write_text("admin-key\nnew-key\n")
+    time.sleep(2.5)
+    assert statuses("admin-key") == {200} and statuses("new-key") == {200}
+    admin_keys.write_text("admin-key\n")
+    time.sleep(2.5)
+    assert statuses("new-key") == {401}
 
 
 def test_a_stream_has_the_same_text_and_errors_keep_their_status(server):
