@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
-from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, gate, rms_norm
+from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, finish_activation, rms_norm
 
 FORMATS = tuple(CODES_PER_BYTE)
 """Weight formats that `linear` supports."""
@@ -121,6 +121,7 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
+    activation: str | None = None,
     pick: LaunchConfig | None = None,
 ) -> None:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
@@ -140,13 +141,12 @@ def linear(
             _multiply_fp8(x, weight, product, bias, add)
         else:
             _multiply_dequantized(x, weight, product, bias, add)
-        if gated:
-            gate(product, out)
+        finish_activation(product, out, gated, activation)
         return
     layout = layout_of(weight, inputs)
     pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
     half_norm = next_norm if half_normed(rows, out.shape[1], out.dtype) else None
-    _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+    _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late, activation)
 
 
 def multiplies(x: Tensor, weight: LinearWeight) -> bool:
@@ -238,6 +238,7 @@ def _launch(
     next_norm: Tensor | None,
     squares: int,
     late: bool,
+    activation: str | None = None,
 ) -> None:
     rows, inputs = x.shape
     outputs, pdl = out.shape[1], overlaps(x)
@@ -275,6 +276,7 @@ def _launch(
         SQUARES_PAD=next_power_of_2(max(1, squares)),
         PDL=pdl,
         TRIGGER_AFTER_MATH=late,
+        ACT=activation or "",
         ASM=pdl,
         LINES=pick.lines,
         num_warps=pick.warps,
