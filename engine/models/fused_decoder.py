@@ -410,7 +410,7 @@ class FusedDecoder(Model):
 def fuses_residuals(config: ModelConfig) -> bool:
     """Return whether the GEMMs of all layers add to hidden and compute the norms, which are RMSNorms before each part.
 
-    Otherwise rows are added and normed in launches of their own.
+    Otherwise separate launches add and norm rows.
     """
     norms = config.norms
     are_before = norms.before_attention is not None and norms.before_mlp is not None
