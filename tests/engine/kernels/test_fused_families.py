@@ -11,7 +11,9 @@ from tests.support.kernels import DEVICE, INTERPRETED, relative_error  # isort: 
 
 from engine.attention.kv_cache import KVCache
 from engine.attention.metadata import DecodeMetadata
+from engine.attention.sdpa import SdpaBackend
 from engine.attention.triton import TritonBackend
+from engine.distributed.tensor_parallel import TensorParallel
 from engine.loader.quantized import weight_methods
 from engine.models import config_from_dict
 from engine.models.decoder import Decoder
@@ -19,6 +21,7 @@ from engine.models.interface import ForwardContext
 from engine.models.registry import ENTRIES, build_model
 from tests.support.attention import decode_attention, prefill_metadata
 from tests.support.families import FAMILIES, VARIANTS, config_of
+from tests.support.gloo_ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +60,7 @@ def run(model: Decoder, fused: bool, backend: str) -> torch.Tensor:
     step = model.fused(8, 64) if fused else model
     found = []
 
-    def compute(hidden, tokens_at, context, last):
+    def compute(hidden, context, last):
         for index in range(model.config.num_layers):
             hidden = step.layer(index, hidden, context)
         selected = hidden if last is None else hidden[last]
@@ -72,13 +75,11 @@ def run(model: Decoder, fused: bool, backend: str) -> torch.Tensor:
     tokens = torch.arange(sum(LENGTHS), device=DEVICE) * 7 % VOCAB
     metadata = prefill_metadata(kv, [(0, length) for length in LENGTHS], tables)
     if backend == "sdpa":
-        from engine.attention.sdpa import SdpaBackend
-
         context_attention = SdpaBackend(kv, 8).prefill(metadata)
     else:
         context_attention = attention.prefill(metadata)
     context = ForwardContext(step.rope(metadata.positions), context_attention, metadata.token_rows)
-    found.append(compute(step.embed(tokens), tokens, context, metadata.ends - 1))
+    found.append(compute(step.embed(tokens), context, metadata.ends - 1))
     table = torch.tensor(tables, device=DEVICE)
     slots = torch.arange(len(LENGTHS), device=DEVICE)
     for number in range(STEPS):
@@ -90,7 +91,7 @@ def run(model: Decoder, fused: bool, backend: str) -> torch.Tensor:
             groups = table.expand(len(kv.groups), *table.shape)
             decode = attention.decode(DecodeMetadata(groups, slots, positions))
         context = ForwardContext(step.rope(positions), decode)
-        found.append(compute(step.embed(last_tokens, slots), last_tokens, context, None))
+        found.append(compute(step.embed(last_tokens, slots), context, None))
     return torch.cat(found).float()
 
 
@@ -111,3 +112,29 @@ def test_fused_steps_of_a_family_equal_its_own_layers(family):
     wanted = run(make_model(family, torch.float32), False, "sdpa")
     own = relative_error(run(model, False, "sdpa"), wanted)
     assert relative_error(found, wanted) < 1.5 * own + 0.01
+
+
+def logits_of_ranks(parallel: TensorParallel, families: list[str]) -> dict[str, torch.Tensor]:
+    """Return the logits of fused steps of this rank's shards."""
+    found = {}
+    for family in families:
+        whole = make_model(family, DTYPE)
+        weights = dict(whole.named_weights())
+        shard = Decoder(whole.config, DTYPE, DEVICE, 256, parallel)
+        for name, slot in shard.weight_slots().items():
+            slot.write(weights[name])
+        with torch.inference_mode():
+            found[family] = run(shard, True, "triton")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="ranks on several GPUs: tests/engine/executor/test_tensor_parallel_gpu.py")
+def test_fused_steps_of_two_ranks_equal_the_steps_of_one(tmp_path):
+    families = ["gemma2", "cohere-qk-norms", "phi"]
+    first, second = run_ranks(logits_of_ranks, tmp_path, families)
+    for family in families:
+        assert torch.equal(first[family], second[family]), family
+        with torch.inference_mode():
+            wanted = run(make_model(family, DTYPE), False, "sdpa")
+        assert relative_error(first[family], wanted) < 1e-4, family
