@@ -8,7 +8,7 @@ the bandwidth of a copy on the same GPU, measured first unless --bandwidth gives
 bytes take at it. --profile adds each kernel's share of one step. --ablate adds what a step takes less without
 attention, or without one of a layer's linear layers: launches overlap, so what a part costs in a step differs from what
 it takes alone. --quantization adds steps of the same shape with quantised weights; the graphs of all formats are
-replayed in turn.
+replayed in turn. --own-layers adds the steps of the model's own layers, PyTorch operations in a graph.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def build(
     return model, model.fused(rows, rows), kv, state
 
 
-def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: int, context: int) -> Step:
+def prepare(model: Decoder, fused: Decoder | FusedDecoder, kv: KVCache, state: Any, rows: int, context: int) -> Step:
     """Capture the step of `rows` rows."""
     slots, positions = state.slots[:rows], state.positions[:rows]
     attention, sampler = TritonBackend(kv, rows), GreedySampler(rows, model.config.vocab_size, model.device)
@@ -122,7 +122,9 @@ def prepare(model: Decoder, fused: FusedDecoder, kv: KVCache, state: Any, rows: 
         state.positions[:rows] = context - 1
 
     def step() -> None:
-        shared = ForwardContext((), attention.decode(DecodeMetadata(state.page_tables, slots, positions)))
+        shared = ForwardContext(
+            fused.rope(positions), attention.decode(DecodeMetadata(state.page_tables, slots, positions))
+        )
         hidden = fused.embed(state.last_tokens, slots)
         for index in range(model.config.num_layers):
             hidden = fused.layer(index, hidden, shared)
@@ -172,7 +174,7 @@ def cache_bytes(model: Decoder, context: int) -> int:
 
 
 def measure(
-    builds: dict[str, tuple[Decoder, FusedDecoder, KVCache, Any]],
+    builds: dict[str, tuple[Decoder, Decoder | FusedDecoder, KVCache, Any]],
     rows: int,
     bandwidth: float,
     args: argparse.Namespace,
@@ -260,15 +262,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=harness.count, default=9)
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="to compare with (default: a copy's, measured)")
     parser.add_argument("--quantization", type=harness.names(FORMATS), default=[], help="formats beside plain weights")
+    parser.add_argument("--own-layers", action="store_true", help="the model's own layers beside the fused ones")
     parser.add_argument("--profile", action="store_true", help="each kernel's share")
     parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
     bandwidth = args.bandwidth or copy_bandwidth()
-    builds = {"plain": build(args.shape, max(args.batches), args.context)}
+    model, fused, kv, state = build(args.shape, max(args.batches), args.context)
+    builds: dict[str, tuple[Decoder, Decoder | FusedDecoder, KVCache, Any]] = {"plain": (model, fused, kv, state)}
+    if args.own_layers:
+        builds["own layers"] = model, model, kv, state
     for form in args.quantization:
-        builds[form] = build(args.shape, max(args.batches), args.context, form, builds["plain"][2])
+        builds[form] = build(args.shape, max(args.batches), args.context, form, kv)
     for batch in args.batches:
         for row in measure(builds, batch, bandwidth, args):
             report.add({"shape": args.shape} | row)

@@ -44,7 +44,7 @@ class TritonBackend:
         stored_dtypes=frozenset(FP8_DTYPES.values()),
         stored_capability=(8, 9),
         max_head_dim=256,
-        softcap=False,
+        softcap=True,
         sinks=True,
         dynamic_lengths=True,
         captures_prefill=True,
@@ -145,6 +145,7 @@ class TritonDecode:
             rotation=norm_rope,
             window=spec.window,
             sinks=sinks,
+            softcap=spec.softcap,
             shared=shared,
             out=out,
             workspace=self._backend.workspace(q, page_table, shared is not None),
@@ -154,7 +155,7 @@ class TritonDecode:
 class TritonPrefill:
     """Attention of packed prompt chunks: append their keys and values, then attend.
 
-    `hopper`: the module of the kernels for layers without a window or sinks, if the GPU has them.
+    `hopper`: the module of the kernels for layers without a window, sinks or a soft-cap, if the GPU has them.
     """
 
     def __init__(self, kv: KVCache, metadata: PrefillMetadata, hopper: ModuleType | None):
@@ -191,8 +192,10 @@ class TritonPrefill:
         kv = self._kv
         spec, table = kv.spec(layer), self._metadata.page_tables[kv.group_of[layer]]
         (k, v), scale = kv.pages(layer), spec.softmax_scale
-        if self._hopper is None or spec.window is not None or sinks is not None:
-            paged_prefill(q, k, v, table, self._layout, scale, out, window=spec.window, sinks=sinks)
+        if self._hopper is None or spec.window is not None or sinks is not None or spec.softcap is not None:
+            paged_prefill(
+                q, k, v, table, self._layout, scale, out, window=spec.window, sinks=sinks, softcap=spec.softcap
+            )
             return
         if self._tiles is None:
             self._tiles = self._hopper.tile_list(self._layout, len(q), q.shape[2])

@@ -104,14 +104,16 @@ def add_experts(
     norm: Tensor,
     eps: float,
     valid: Tensor | None = None,
+    out: Tensor | None = None,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """Add the experts' outputs for rms_norm(hidden) to hidden [T, h], contiguous, and return the normed rows [T, h].
 
     `norm` [h], `eps`: of the RMSNorm. `valid` bool [T]: rows that are not valid use no expert. T is at most MAX_ROWS.
+    `out` [T, h]: what they are added to in place of hidden.
     `tiles`: for the gated GEMM of few rows and for the one of down, instead of `choose_tile`'s.
     """
-    rows = len(hidden)
+    rows, out = len(hidden), hidden if out is None else out
     route(hidden, experts, scratch, norm=norm, eps=eps, valid=valid)
     (_, outputs, width), top_k = experts.down.weight.shape, experts.top_k
     normed, weights, chosen = scratch.normed[:rows], scratch.weights[:rows], scratch.chosen[:rows]
@@ -126,7 +128,7 @@ def add_experts(
         )  # fmt: skip
         tile = one_row_tile(width, False)
         one_row_down_kernel[(cdiv(outputs, tile.outputs),)](
-            gated, experts.down.weight, _or(experts.down_bias, normed), hidden, weights, chosen,
+            gated, experts.down.weight, _or(experts.down_bias, normed), out, weights, chosen,
             TOP_K=top_k, N=outputs, K=width, BN=tile.outputs, BK=tile.depth, BIAS=experts.down_bias is not None,
             PDL=pdl, num_warps=tile.warps, **launch_options(pdl),
         )  # fmt: skip
@@ -144,7 +146,7 @@ def add_experts(
         expert_gemm(gated, experts.down.weight, experts.down_bias, partial, order, starts, top_k, None)
     block = min(1024, next_power_of_2(outputs))
     add_outputs_kernel[(rows, cdiv(outputs, block))](
-        partial, weights, chosen, hidden, TOP_K=top_k, H=outputs, BLOCK=block, PDL=pdl, **launch_options(pdl)
+        partial, weights, chosen, out, TOP_K=top_k, H=outputs, BLOCK=block, PDL=pdl, **launch_options(pdl)
     )
     return normed
 

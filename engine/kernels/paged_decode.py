@@ -101,15 +101,29 @@ class Splits(NamedTuple):
 class NormRope(NamedTuple):
     """Head norms and rotary embedding that `paged_decode` applies to raw queries and new keys, in this order.
 
-    cos and sin are [positions, D] (or [positions, 1, D]) with the first half of sin negated. q_norm and k_norm [D] are
-    RMSNorm weights with `eps`, or None.
+    cos and sin are [positions, R] (or [positions, 1, R]) for the first R elements of a head, with the sine of each
+    pair's first element negated, see layers/rotary.py; None: no rotary embedding. A pair is i and i + R / 2, or two
+    neighbours if `interleaved`. q_norm and k_norm [D] are RMSNorm weights with `eps`, or None; with `weight_offset` the
+    factor is 1 + weight.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+    interleaved: bool = False
+    weight_offset: bool = False
+
+    @property
+    def norm_mode(self) -> int:
+        """The constant NORM of the kernels: 0 without norms, 1 with weights, 2 with 1 + weights."""
+        return 0 if self.q_norm is None else 1 + self.weight_offset
+
+    @property
+    def rotated(self) -> int:
+        """The constant ROPE of the kernels: how many elements of a head are rotated."""
+        return 0 if self.cos is None else self.cos.shape[-1]
 
 
 class DecodeWorkspace(NamedTuple):
@@ -172,6 +186,7 @@ def paged_decode(
     rotation: NormRope | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
     shared: SharedPrefixes | None = None,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
@@ -192,6 +207,7 @@ def paged_decode(
     - `window`: attend only to the last `window` keys, the newest included. Earlier pages are not read, their page-table
       entries may be 0.
     - `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0.
+    - `softcap`: scores are softcap * tanh(scores / softcap); None: unbounded.
     - `shared`: read the keys that rows share once per group. Not with `window`.
     - `out`: contiguous [b, H, D]; None allocates it in q's dtype.
     - `workspace`: from `decode_workspace` for the same shapes, `num_splits` and `shared`; None allocates it.
@@ -217,7 +233,8 @@ def paged_decode(
     splits = _splits(q, page_table.shape[1] * page_size, tiling, num_splits)
     own_splits, prefix_splits = _split_places(batch, splits.limit, shared is not None)
     workspace = _workspace(workspace, q, own_splits + prefix_splits)
-    norm_rope = rotation or NormRope(q, q)
+    norm_rope = rotation or NormRope(None, None)
+    cos, sin = (q if table is None else table for table in (norm_rope.cos, norm_rope.sin))
     pdl = overlaps(q)
     table = (page_table, positions if slots is None else slots, positions)
     keys, members, num_groups = shared or (positions, positions, positions)
@@ -229,13 +246,14 @@ def paged_decode(
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": max(16, next_power_of_2(dim)),
         "PAGE": page_size, "PREFIX_SPLITS": prefix_splits, "BY_SLOT": slots is not None,
-        "NORM": norm_rope.q_norm is not None, "ROPE": rotation is not None, "PDL": pdl,
+        "NORM": norm_rope.norm_mode, "ROPE": norm_rope.rotated, "PDL": pdl,
+        "INTERLEAVED": norm_rope.interleaved, "SOFTCAP": (softcap or 0.0) * _LOG2_E,
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "ieee",  # three passes give float32 accuracy
     } | launch_options(pdl)  # fmt: skip
     if shared is not None:
         prefix_kernel[(kv_heads, len(members), prefix_splits)](
             q, k_cache, v_cache, *table, keys, members, num_groups, workspace.acc, workspace.lse,
-            weights[0], norm_rope.cos, norm_rope.sin, *numbers, programs, *q.stride()[:3], *strides,
+            weights[0], cos, sin, *numbers, programs, *q.stride()[:3], *strides,
             GROUP_PAD=next_power_of_2(group), MEMBERS=members.shape[1], BLOCK=block,
             num_warps=4, num_stages=2, **constants,
         )  # fmt: skip
@@ -246,7 +264,7 @@ def paged_decode(
     resident = max(1, RESIDENT_WARPS_PER_SM // tiling.num_warps) * _num_sms(q.device)
     decode_kernel[(min(batch * kv_heads * own_splits, TURNS * resident),)](
         q, k_new, v_new, k_cache, v_cache, *table, keys, num_groups, out, *workspace,
-        *weights, norm_rope.cos, norm_rope.sin, q if sinks is None else sinks, *numbers, batch, *split_sizes,
+        *weights, cos, sin, q if sinks is None else sinks, *numbers, batch, *split_sizes,
         *q.stride()[:3], *k_new.stride()[:2], *v_new.stride()[:2], *strides,
         GROUP_PAD=max(16, next_power_of_2(group)), BLOCK=tiling.block_keys, PREFIX_BLOCK=block,
         HEADS=merged_heads, TILE=max(1, 2048 * tiling.num_warps // (merged_heads * dim_pad)),

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.row_kernels import bound
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -65,30 +67,42 @@ def _merge(
 def _norm_rope(
     x_ptr, mask, norm_ptr, cos_ptr, sin_ptr, position, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BY_ROW: tl.constexpr = False,
+    INTERLEAVED: tl.constexpr = False,
 ):  # fmt: skip
     """Return heads [rows, DIM_PAD], normed and rotated, float32. x_ptr [rows, 1]: address of each row's first element.
 
-    `position`: of all rows, or with BY_ROW of each, [rows, 1]. Loads each head a second time with its halves swapped,
-    which avoids a shuffle between threads. The first half of the sin table is negated.
+    NORM and ROPE: see NormRope.norm_mode and NormRope.rotated. `position`: of all rows, or with BY_ROW of each,
+    [rows, 1]. Loads each head a second time with its pairs swapped, which avoids a shuffle between threads. The sine of
+    a pair's first element is negated.
     """
     dims = tl.arange(0, DIM_PAD)
-    other_half = tl.where(dims < DIM // 2, dims + DIM // 2, dims - DIM // 2)
+    if INTERLEAVED:
+        other_half = dims ^ 1
+    else:
+        other_half = tl.where(dims < ROPE // 2, dims + ROPE // 2, dims - ROPE // 2)
     x = tl.load(x_ptr + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROPE:
         x_other = tl.load(x_ptr + other_half[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
         rstd = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x *= rstd * tl.load(norm_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(norm_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+        if NORM == 2:
+            weight += 1.0
+        x *= rstd * weight[None, :]
         if ROPE:
-            x_other *= rstd * tl.load(norm_ptr + other_half, mask=dims < DIM, other=0.0).to(tl.float32)[None, :]
+            weight = tl.load(norm_ptr + other_half, mask=dims < DIM, other=0.0).to(tl.float32)
+            if NORM == 2:
+                weight += 1.0
+            x_other *= rstd * weight[None, :]
     if ROPE:
         if BY_ROW:
-            cos = tl.load(cos_ptr + position * DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + position * DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+            rotated = mask & (dims < ROPE)[None, :]
+            cos = tl.load(cos_ptr + position * ROPE + dims[None, :], mask=rotated, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + position * ROPE + dims[None, :], mask=rotated, other=0.0).to(tl.float32)
             x = x * cos + x_other * sin
         else:
-            cos = tl.load(cos_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + position * DIM + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + position * ROPE + dims, mask=dims < ROPE, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + position * ROPE + dims, mask=dims < ROPE, other=0.0).to(tl.float32)
             x = x * cos[None, :] + x_other * sin[None, :]
     return x
 
@@ -107,6 +121,7 @@ def to_stored(x, pages):
 def _append_kv(
     k_ptr, v_ptr, k_base, v_base, table, position, cache_page, cache_slot, norm_ptr, cos_ptr, sin_ptr, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Write one head's new key and value at `position`; k_base and v_base point to this head of the caches."""
     dims = tl.arange(0, DIM_PAD)
@@ -114,8 +129,9 @@ def _append_kv(
     target = page * cache_page + (position % PAGE) * cache_slot + dims
     zero = tl.arange(0, 1)[:, None]
     k = _norm_rope(
-        k_ptr + zero, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE
-    )
+        k_ptr + zero, dims[None, :] < DIM, norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE,
+        INTERLEAVED=INTERLEAVED,
+    )  # fmt: skip
     k = tl.sum(k, 0)
     v = tl.load(v_ptr + dims, mask=dims < DIM)
     tl.store(k_base + target, to_stored(k, k_base), mask=dims < DIM)
@@ -157,12 +173,13 @@ def _store_result(
 def _attend(
     q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
     ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, SKIPS: tl.constexpr, row_max, row_sum,
+    PRECISION: tl.constexpr, SKIPS: tl.constexpr, row_max, row_sum, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return the attention of q [ROWS, DIM_PAD] over keys start..end and its log-sum-exp, base 2.
 
     With SKIPS, keys before `first_key` are left out. `page` holds the page numbers of the first BLOCK keys. The softmax
-    begins with scores of maximum row_max [ROWS], whose weights sum to row_sum [ROWS] and whose values are 0.
+    begins with scores of maximum row_max [ROWS], whose weights sum to row_sum [ROWS] and whose values are 0. SOFTCAP:
+    the bound of scores, base 2; 0: unbounded.
     """
     dims = tl.arange(0, DIM_PAD)
     keys = tl.arange(0, BLOCK)
@@ -183,6 +200,8 @@ def _attend(
         v = tl.load(v_base + kv_offsets, mask=in_range[:, None] & dim_ok[None, :], other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)  # of fp8 pages, exact
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if SOFTCAP > 0:
+            scores = bound(scores, SOFTCAP)
         scores = tl.where(in_range[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2(row_max - new_max)
@@ -208,6 +227,7 @@ def prefix_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, BY_SLOT: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group's rows to the keys that all of them share, for one KV head and split.
 
@@ -242,12 +262,16 @@ def prefix_kernel(
     mask = is_row[:, None] & (dims < DIM)[None, :]
     heads = (q_ptr + row * q_row + kv_head * q_group + head * q_head)[:, None]
     position = tl.load(positions_ptr + row)[:, None]
-    q = _norm_rope(heads, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE, BY_ROW=True)
+    q = _norm_rope(
+        heads, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE, BY_ROW=True,
+        INTERLEAVED=INTERLEAVED,
+    )  # fmt: skip
     acc, lse = _attend(
         q.to(q_ptr.dtype.element_ty), table, page, k_cache_ptr + kv_head * cache_head,
         v_cache_ptr + kv_head * cache_head, start, end, 0, scale_log2, cache_page, cache_slot,
         MEMBERS * GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, False,
         tl.full([MEMBERS * GROUP_PAD], float("-inf"), tl.float32), tl.zeros([MEMBERS * GROUP_PAD], tl.float32),
+        SOFTCAP,
     )  # fmt: skip
     place = ((row * KV_HEADS + kv_head) * GROUP + head) * max_splits + split
     tl.store(acc_ptr + place[:, None] * DIM + dims[None, :], acc, mask=mask)
@@ -282,7 +306,7 @@ def decode_kernel(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, APPEND: tl.constexpr,
     PRECISION: tl.constexpr, BY_SLOT: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr, PREFIX_SPLITS: tl.constexpr, PREFIX_BLOCK: tl.constexpr, SINKS: tl.constexpr,
-    ROWS_PAD: tl.constexpr, MERGES: tl.constexpr,
+    ROWS_PAD: tl.constexpr, MERGES: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to a row's keys, with PREFIX_SPLITS above 0 to those after its shared prefix, for one KV head and split.
 
@@ -350,14 +374,17 @@ def decode_kernel(
             gdc_wait()
         position = length.to(tl.int64) - 1
         heads = q_ptr + row * q_row + kv_head * q_group + group[:, None] * q_head
-        q = _norm_rope(heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE)
+        q = _norm_rope(
+            heads, group_mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE,
+            INTERLEAVED=INTERLEAVED,
+        )  # fmt: skip
         q = q.to(q_ptr.dtype.element_ty)
         if APPEND:
             if end == length:  # exactly one program of this row and head holds the newest key
                 _append_kv(
                     k_new_ptr + row * k_row + kv_head * k_head, v_new_ptr + row * v_row + kv_head * v_head,
                     k_base, v_base, table, position, cache_page, cache_slot, k_norm_ptr, cos_ptr, sin_ptr, eps,
-                    DIM, DIM_PAD, PAGE, NORM, ROPE,
+                    DIM, DIM_PAD, PAGE, NORM, ROPE, INTERLEAVED,
                 )  # fmt: skip
             tl.debug_barrier()  # other threads of this program read that row in the loop below
 
@@ -370,7 +397,7 @@ def decode_kernel(
                 row_sum += 1.0
         acc, lse = _attend(
             q, table, page, k_base, v_base, start, end, first_key, scale_log2, cache_page, cache_slot,
-            GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS, row_max, row_sum,
+            GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK, PRECISION, SKIPS, row_max, row_sum, SOFTCAP,
         )  # fmt: skip
         _store_result(
             acc, lse, out_ptr, acc_ptr, lse_ptr, arrivals_ptr, row * KV_HEADS + kv_head, split,

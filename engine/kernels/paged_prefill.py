@@ -95,11 +95,11 @@ def norm_rope_append(
     norm_rope_kernel[(tokens,)](
         q, k, v, k_cache, v_cache, page_table, layout.token_slots, layout.positions,
         q if norm_rope.q_norm is None else norm_rope.q_norm, k if norm_rope.k_norm is None else norm_rope.k_norm,
-        norm_rope.cos, norm_rope.sin, norm_rope.eps, *q.stride()[:3], k.stride(1), *k_cache.stride()[:3],
-        page_table.stride(0),
+        q if norm_rope.cos is None else norm_rope.cos, q if norm_rope.sin is None else norm_rope.sin, norm_rope.eps,
+        *q.stride()[:3], k.stride(1), *k_cache.stride()[:3], page_table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, Q_HEADS_PAD=next_power_of_2(kv_heads * group),
         KV_HEADS_PAD=next_power_of_2(kv_heads), DIM=dim, DIM_PAD=next_power_of_2(dim), PAGE=page_size,
-        NORM=norm_rope.q_norm is not None, num_warps=4,
+        NORM=norm_rope.norm_mode, ROPE=norm_rope.rotated, INTERLEAVED=norm_rope.interleaved, num_warps=4,
     )  # fmt: skip
 
 
@@ -145,6 +145,7 @@ def paged_prefill(
     tile: Tile | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Write causal attention of rotated queries q [T, H, D] over their sequences' pages to out [T, H * D].
 
@@ -154,7 +155,8 @@ def paged_prefill(
     A query at position p reads keys 0..p from the pages, which must already hold its chunk's own keys. With a
     `window` it reads keys p - window + 1..p: earlier pages are not read, their page-table entries may be 0.
 
-    `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0.
+    `sinks`: contiguous [H], one more score per query head in the softmax, with a value of 0. `softcap`: scores are
+    softcap * tanh(scores / softcap); None: unbounded.
 
     Rows of padding tokens are not written. Returns `out`. One launch with a grid fixed by T and C; no host read.
     Raises ValueError if shapes, dtypes or the window are not as described.
@@ -182,7 +184,7 @@ def paged_prefill(
         *q.stride()[:3], *k_cache.stride()[:3], page_table.stride(0),
         HEADS=heads, GROUP=group, PACKED_HEADS=tile.pack, DIM=dim, DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=page_size, CHUNKS_PAD=next_power_of_2(chunks), ROWS=tile.rows, BLOCK=tile.block_keys,
-        WINDOW=window or 0, SINKS=sinks is not None,
+        WINDOW=window or 0, SINKS=sinks is not None, SOFTCAP=(softcap or 0.0) * _LOG2_E,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit products ignore it
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.paged_decode_kernels import LOG2_E, _norm_rope, to_stored
+from engine.kernels.row_kernels import bound
 
 LOWEST = tl.constexpr(-1e30)
 """Stands for the maximum of no scores: finite, and below any score of finite queries and keys."""
@@ -20,7 +21,8 @@ def norm_rope_kernel(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, table_ptr, slots_ptr, positions_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
     sin_ptr, eps, token_stride, q_group, q_head, kv_head, cache_page, cache_slot, cache_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, Q_HEADS_PAD: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one token's queries in place, and append its normed and rotated keys and its values to its page.
 
@@ -34,11 +36,16 @@ def norm_rope_kernel(
     heads = tl.arange(0, Q_HEADS_PAD)[:, None]
     mask = (heads < KV_HEADS * GROUP) & (dims[None, :] < DIM)
     q_ptrs = q_ptr + token * token_stride + (heads // GROUP) * q_group + (heads % GROUP) * q_head
-    q = _norm_rope(q_ptrs, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    q = _norm_rope(
+        q_ptrs, mask, q_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE, INTERLEAVED=INTERLEAVED
+    )
     kv_heads = tl.arange(0, KV_HEADS_PAD)[:, None]
     kv_mask = (kv_heads < KV_HEADS) & (dims[None, :] < DIM)
     kv_offsets = token * token_stride + kv_heads * kv_head
-    k = _norm_rope(k_ptr + kv_offsets, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, True)
+    k = _norm_rope(
+        k_ptr + kv_offsets, kv_mask, k_norm_ptr, cos_ptr, sin_ptr, position, eps, DIM, DIM_PAD, NORM, ROPE,
+        INTERLEAVED=INTERLEAVED,
+    )  # fmt: skip
     v = tl.load(v_ptr + kv_offsets + dims[None, :], mask=kv_mask, other=0.0)
     tl.debug_barrier()  # queries were loaded twice, by other threads than those that store them
     tl.store(q_ptrs + dims[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
@@ -93,7 +100,7 @@ def append_kernel(
 def _attend(
     acc, row_sum, row_max, q, k_base, v_base, table, positions, first, last, begin, end, scale_log2, cache_page,
     cache_slot, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Add keys first..last to a running softmax; last - first is a multiple of BLOCK unless MASKED.
 
@@ -124,6 +131,8 @@ def _attend(
             v = tl.load(v_base + offsets)
         k, v = k.to(q.dtype), v.to(q.dtype)  # of fp8 pages, exact
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if SOFTCAP > 0:
+            scores = bound(scores, SOFTCAP)
         if MASKED:
             seen = key_positions[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -146,12 +155,13 @@ def prefill_kernel(
     q_row, q_group, q_head, cache_page, cache_slot, cache_head, table_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, CHUNKS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS / PACKED_HEADS tokens of one chunk, each with PACKED_HEADS heads that share a KV head.
 
     Tokens of chunk c end before ends[c]; starts[c] tokens of its sequence precede them. With WINDOW > 0 a query sees
-    the WINDOW keys up to its own position, and blocks that no query of the tile sees are skipped.
+    the WINDOW keys up to its own position, and blocks that no query of the tile sees are skipped. SOFTCAP: the bound of
+    scores, base 2; 0: unbounded.
     """
     chunk_ids = tl.arange(0, CHUNKS_PAD)
     chunk_ends = tl.load(ends_ptr + chunk_ids, mask=chunk_ids < chunks, other=0).to(tl.int32)
@@ -198,6 +208,7 @@ def prefill_kernel(
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, k_base, v_base, table, positions, first_block, unmasked_begin, key_begin, key_end,
             scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True, WINDOW, PRECISION,
+            SOFTCAP,
         )  # fmt: skip
     else:
         key_begin = 0
@@ -205,10 +216,12 @@ def prefill_kernel(
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, k_base, v_base, table, positions, unmasked_begin, unmasked_end, key_begin, key_end,
         scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, False, WINDOW, PRECISION,
+        SOFTCAP,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, k_base, v_base, table, positions, unmasked_end, key_end, key_begin, key_end,
         scale_log2, cache_page, cache_slot, DIM, DIM_PAD, PAGE, BLOCK, True, WINDOW, PRECISION,
+            SOFTCAP,
     )  # fmt: skip
     out = out_ptr + (token * HEADS + head)[:, None] * DIM + dims[None, :]
     tl.store(out, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kernels.launch import SHARED_BYTES, cdiv, has_gluon, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import CODES_PER_BYTE, PACKED_COLUMNS, LinearWeight
 from engine.kernels.quantized_gemm_kernels import dequantize_kernel, fp8_kernel, quantize_rows_kernel, quantized_kernel
-from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, gate, rms_norm
+from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, finish_activation, rms_norm
 
 FORMATS = tuple(CODES_PER_BYTE)
 """Weight formats that `linear` supports."""
@@ -171,6 +171,7 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
+    activation: str | None = None,
     pick: LaunchConfig | StreamConfig | None = None,
 ) -> None:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
@@ -190,24 +191,23 @@ def linear(
             _multiply_fp8(x, weight, product, bias, add)
         else:
             _multiply_dequantized(x, weight, product, bias, add)
-        if gated:
-            gate(product, out)
+        finish_activation(product, out, gated, activation)
         return
     layout = layout_of(weight, inputs)
     if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
         product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
         pick = choose_config(rows, len(weight.weight), inputs, False, layout)
         _launch(x, weight, product, layout, pick, scratch, eps, bias, False, False, None, squares, late)
-        gate(product, out)
+        finish_activation(product, out, gated, activation)
         return
-    pick = (
-        pick or stream_config(rows, weight, inputs, gated) or choose_config(rows, out.shape[1], inputs, gated, layout)
-    )
+    if pick is None and (activation is None or (gated and activation == "silu")):  # what the stream kernel computes
+        pick = stream_config(rows, weight, inputs, gated)
+    pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
     half_norm = next_norm if half_normed(rows, weight, out.dtype) else None
     if isinstance(pick, StreamConfig):
         _launch_stream(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
     else:
-        _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
+        _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late, activation)
 
 
 def multiplies(x: Tensor, weight: LinearWeight) -> bool:
@@ -302,6 +302,7 @@ def _launch(
     next_norm: Tensor | None,
     squares: int,
     late: bool,
+    activation: str | None = None,
 ) -> None:
     rows, inputs = x.shape
     outputs, pdl = out.shape[1], overlaps(x)
@@ -339,6 +340,7 @@ def _launch(
         SQUARES_PAD=next_power_of_2(max(1, squares)),
         PDL=pdl,
         TRIGGER_AFTER_MATH=late,
+        ACT=activation or "",
         ASM=pdl,
         LINES=pick.lines,
         num_warps=pick.warps,

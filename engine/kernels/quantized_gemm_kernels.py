@@ -438,7 +438,7 @@ def quantized_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
     SQUARES_PAD: tl.constexpr, PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr, ASM: tl.constexpr,
-    LINES: tl.constexpr,
+    LINES: tl.constexpr, ACT: tl.constexpr = "",
 ):  # fmt: skip
     """GEMM of BM rows of x [M, K] with codes [N, K / PER_BYTE]; a step reads BK bytes of each of BN rows of codes.
 
@@ -461,7 +461,7 @@ def quantized_kernel(
     finish(
         acc, acc_up, offs_n, offs_m, out_ptr, out_ptr, out_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
         partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps, K, BM, BN, SPLITS, GATED, ADD, BIAS, False,
-        HALF_NORM, NUM_SQUARES, SQUARES_PAD,
+        HALF_NORM, NUM_SQUARES, SQUARES_PAD, ACT,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.kernels.greedy import tile_maxima
 from engine.kernels.launch import SHARED_BYTES, cdiv, launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
+from engine.kernels.row_kernels import logits_kernel
 from engine.kernels.small_batch_gemm_kernels import matrix_kernel, vector_kernel
 from engine.kernels.step_kernels import gate_kernel, norm_kernel
 
@@ -177,10 +178,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
     return out
 
 
-def gate(x: Tensor, out: Tensor) -> None:
-    """Write silu(gate) * up of x [M, 2n], whose rows are a gate and an up, to out [M, n]."""
+def gate(x: Tensor, out: Tensor, activation: str | None = None) -> None:
+    """Write act(gate) * up of x [M, 2n], whose rows are a gate and an up, to out [M, n]; None: SiLU."""
     (rows, width), pdl = out.shape, overlaps(x)
-    gate_kernel[(rows, cdiv(width, 1024))](x, out, W=width, BLOCK=1024, PDL=pdl, **launch_options(pdl))
+    gate_kernel[(rows, cdiv(width, 1024))](
+        x, out, W=width, BLOCK=1024, PDL=pdl, ACT=activation or "silu", **launch_options(pdl)
+    )
+
+
+def activate_rows(x: Tensor, activation: str) -> None:
+    """Replace x [M, n] by its activation."""
+    (rows, width), pdl = x.shape, overlaps(x)
+    gate_kernel[(rows, cdiv(width, 1024))](
+        x, x, W=width, BLOCK=1024, PDL=pdl, ACT=activation, GATED=False, **launch_options(pdl)
+    )
+
+
+def finish_activation(product: Tensor, out: Tensor, gated: bool, activation: str | None) -> None:
+    """Complete a GEMM without epilogue: `product` has gates and ups if `gated`, and is `out` [M, n] otherwise."""
+    if gated:
+        gate(product, out, activation)
+    elif activation is not None:
+        activate_rows(out, activation)
+
+
+def finish_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """Scale logits [M, n] in place, then bound them by `softcap`; None: unbounded."""
+    if scale == 1.0 and softcap is None:
+        return
+    (rows, width), pdl = logits.shape, overlaps(logits)
+    logits_kernel[(rows, cdiv(width, 2048))](
+        logits, N=width, BLOCK=2048, SCALE=scale, SOFTCAP=softcap or 0.0, PDL=pdl, **launch_options(pdl)
+    )
 
 
 def linear(
@@ -198,6 +227,9 @@ def linear(
     next_norm: Tensor | None = None,
     squares: int = 0,
     late: bool = False,
+    activation: str | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
     pick: LaunchConfig | None = None,
 ) -> int:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] and return the number of tiles along n.
@@ -207,6 +239,8 @@ def linear(
 
     - `norm`: weight of the RMSNorm; None uses x directly.
     - `gated`: W is [2n, k] with the rows of the gate first, and y is silu(gate) * up.
+    - `activation`: its name in engine/layers/activation.py: of the gate (None: SiLU), or without a gate of y.
+    - `scale`, `softcap`: y is multiplied by scale, then softcap * tanh(y / softcap); not with `add`.
     - `add`: add y to the contents of `out`.
     - `best`: write each tile's largest output and its index to `scratch.best` and `scratch.best_at`, [M, tiles].
     - `next_norm`: weight of the RMSNorm that follows `out`. If `half_normed` is above 0 for this call, its first half
@@ -221,7 +255,7 @@ def linear(
     matrix = weight.weight
     weight.require(FORMATS, f"the linear layer of {list(matrix.shape)}")
     if pick is None and suits_library(rows, outputs, inputs, gated):
-        return _linear_cublas(x, matrix, out, scratch, norm, eps, bias, gated, add, best)
+        return _linear_cublas(x, matrix, out, scratch, norm, eps, bias, gated, add, best, activation, scale, softcap)
     pick = pick or choose_config(rows, outputs, inputs, gated)
     tiles = cdiv(outputs, pick.tile_outputs)
     pdl = overlaps(x)
@@ -232,6 +266,9 @@ def linear(
         "TILE_ARGMAX": best,
         "PDL": pdl,
         "TRIGGER_AFTER_MATH": late,
+        "ACT": activation or "",
+        "SCALE": scale,
+        "SOFTCAP": softcap or 0.0,
         "num_warps": pick.warps,
         **launch_options(pdl),
     }
@@ -300,6 +337,9 @@ def _linear_cublas(
     gated: bool,
     add: bool,
     best: bool,
+    activation: str | None,
+    scale: float,
+    softcap: float | None,
 ) -> int:
     """Compute `linear` with cuBLAS."""
     rows, inputs = x.shape
@@ -316,6 +356,6 @@ def _linear_cublas(
         torch.mm(x, weight.T, out=product)
     else:
         torch.mm(x, weight.T, out_dtype=product.dtype, out=product)
-    if gated:
-        gate(product, out)
+    finish_activation(product, out, gated, activation)
+    finish_logits(out, scale, softcap)
     return tile_maxima(out, scratch.best, scratch.best_at) if best else 0

@@ -15,14 +15,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.row_kernels import activate, bound
+
 
 @triton.jit
 def _epilogue(
     y, gate, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
     tile, tiles, m_count, n_count,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr, HALF_NORM: tl.constexpr,
+    ACT: tl.constexpr = "", SCALE: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Apply bias, gate and residual to y float32 [BN, BM], store it as out[m, n], and write the fused extras."""
+    """Apply bias, gate and residual to y float32 [BN, BM], store it as out[m, n], and write the fused extras.
+
+    ACT: the activation of the gate ("": SiLU), or without a gate of y ("": none). SCALE is a factor of y, and SOFTCAP
+    its bound; 0: unbounded.
+    """
     mask_n = offs_n < n_count
     mask = mask_n[:, None] & (offs_m < m_count)[None, :]
     if BIAS:
@@ -31,7 +38,13 @@ def _epilogue(
     if GATED:
         if BIAS:
             gate += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
-        y = gate * tl.sigmoid(gate) * y
+        y = activate(gate, ACT if ACT != "" else "silu") * y
+    elif ACT != "":
+        y = activate(y, ACT)
+    if SCALE != 1.0:
+        y *= SCALE
+    if SOFTCAP > 0:
+        y = bound(y, SOFTCAP)
     target = out_ptr + offs_m[None, :].to(tl.int64) * n_count + offs_n[:, None]
     if ADD:
         y += tl.load(target, mask=mask, other=0.0).to(tl.float32)
@@ -60,7 +73,8 @@ def vector_kernel(
     x_ptr, w_ptr, norm_ptr, bias_ptr, out_ptr, best_ptr, best_at_ptr, n_count, eps,
     M: tl.constexpr, M_PAD: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER_AFTER_MATH: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """GEMM of M rows of x [M, K] on the CUDA cores; M_PAD is the next power of two. Program i has outputs from i * BN.
 
@@ -115,7 +129,7 @@ def vector_kernel(
     y = acc_up if GATED else acc
     _epilogue(
         y, acc, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, norm_ptr, out_ptr, best_ptr, tile,
-        tl.num_programs(0), M, n_count, GATED, ADD, BIAS, TILE_ARGMAX, False,
+        tl.num_programs(0), M, n_count, GATED, ADD, BIAS, TILE_ARGMAX, False, ACT, SCALE, SOFTCAP,
     )  # fmt: skip
 
 
@@ -125,7 +139,7 @@ def finish(
     partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr, HALF_NORM: tl.constexpr, NUM_SQUARES: tl.constexpr,
-    SQUARES_PAD: tl.constexpr,
+    SQUARES_PAD: tl.constexpr, ACT: tl.constexpr = "", SCALE: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Complete the norm of x, add the sums of the SPLITS programs of a tile, and apply the epilogue.
 
@@ -142,7 +156,7 @@ def finish(
         _epilogue(
             acc_up if GATED else acc, acc, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr,
             normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS, TILE_ARGMAX,
-            HALF_NORM,
+            HALF_NORM, ACT, SCALE, SOFTCAP,
         )  # fmt: skip
     else:
         NUM_ACCS: tl.constexpr = 2 if GATED else 1
@@ -165,7 +179,7 @@ def finish(
             _epilogue(
                 total_up if GATED else total, total, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr,
                 next_norm_ptr, normed_ptr, squares_ptr, tile, tl.num_programs(0), m_count, n_count, GATED, ADD, BIAS,
-                TILE_ARGMAX, HALF_NORM,
+                TILE_ARGMAX, HALF_NORM, ACT, SCALE, SOFTCAP,
             )  # fmt: skip
             tl.store(arrivals_ptr + tile_index, 0)
 
@@ -177,7 +191,7 @@ def matrix_kernel(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE_ARGMAX: tl.constexpr, HALF_NORM: tl.constexpr,
     NUM_SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER_AFTER_MATH: tl.constexpr,
+    TRIGGER_AFTER_MATH: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """GEMM of BM rows of x [M, K] on the tensor cores, with W's rows as the left operand; SPLITS programs share K.
 
@@ -222,5 +236,5 @@ def matrix_kernel(
     finish(
         acc, acc_up, offs_n, offs_m, out_ptr, best_ptr, best_at_ptr, bias_ptr, next_norm_ptr, normed_ptr, squares_ptr,
         partial_ptr, arrivals_ptr, tile, split, m_count, n_count, eps, K, BM, BN, SPLITS, GATED, ADD, BIAS, TILE_ARGMAX,
-        HALF_NORM, NUM_SQUARES, SQUARES_PAD,
+        HALF_NORM, NUM_SQUARES, SQUARES_PAD, ACT, SCALE, SOFTCAP,
     )  # fmt: skip

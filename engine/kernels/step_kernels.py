@@ -11,13 +11,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.row_kernels import activate
+
 
 @triton.jit
 def embed_kernel(
     slots_ptr, last_tokens_ptr, table_ptr, out_ptr, first_token, num_tokens,
-    H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, SCALE: tl.constexpr = 1.0,
 ):  # fmt: skip
     """Look up each row's newest token in the embedding table [num_tokens, H]; HP is the next power of two of H.
+
+    SCALE: a factor of the embeddings.
 
     SPLIT: the table holds the tokens from `first_token` on; any other token gives a row of zeros.
     """
@@ -32,6 +36,8 @@ def embed_kernel(
         token -= first_token
         mask = mask & (token >= 0) & (token < num_tokens)
     values = tl.load(table_ptr + token * H + cols, mask=mask, other=0.0)
+    if SCALE != 1.0:
+        values = (values.to(tl.float32) * SCALE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * H + cols, values, mask=cols < H)
 
 
@@ -51,16 +57,21 @@ def norm_kernel(x_ptr, norm_ptr, out_ptr, eps, H: tl.constexpr, HP: tl.constexpr
 
 
 @triton.jit
-def gate_kernel(x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute silu(gate) * up of rows [gate | up]: x [M, 2 W] -> out [M, W]."""
+def gate_kernel(
+    x_ptr, out_ptr, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, ACT: tl.constexpr = "silu",
+    GATED: tl.constexpr = True,
+):  # fmt: skip
+    """Compute act(gate) * up of rows [gate | up]: x [M, 2 W] -> out [M, W]; not GATED: act(x) of x [M, W]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + row * 2 * W + cols, mask=cols < W, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * W + W + cols, mask=cols < W, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * W + cols, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=cols < W)
+    NUM_PARTS: tl.constexpr = 2 if GATED else 1
+    y = activate(tl.load(x_ptr + row * NUM_PARTS * W + cols, mask=cols < W, other=0.0).to(tl.float32), ACT)
+    if GATED:
+        y *= tl.load(x_ptr + row * 2 * W + W + cols, mask=cols < W, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * W + cols, y.to(out_ptr.dtype.element_ty), mask=cols < W)
 
 
 @triton.jit

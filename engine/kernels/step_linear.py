@@ -29,7 +29,9 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor, scratch: Scratch, **opt
         return small_batch_gemm.linear(x, weight, out, scratch, **options)
     if options.pop("best", False):
         weight.require(small_batch_gemm.FORMATS, "the LM head")
+    scale, softcap = options.pop("scale", 1.0), options.pop("softcap", None)
     quantized_gemm.linear(x, weight, out, scratch, **options)
+    small_batch_gemm.finish_logits(out, scale, softcap)
     return 0
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.norm_weights import NormWeights
 from engine.megatron.weight_layout import Slot
 from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import HeadLayout, LayerTensors
@@ -30,6 +31,9 @@ class MegatronDecoder(Protocol):
 class MegatronTensors:
     """DecoderTensors of a MegatronModel. A tensor that the model lacks is None."""
 
+    embedding_scale: float | None = None
+    head_bias: Tensor | None = None
+
     def __init__(self, model: MegatronDecoder):
         self._gpt, self.config = model.gpt, model.config
         config, group = model.config, model.gpt.pg_collection.tp
@@ -42,18 +46,21 @@ class MegatronTensors:
         sign[: angles.shape[1] // 2] = -1.0
         self.cos, self.sin = angles.cos().to(model.dtype), (angles.sin() * sign).to(model.dtype)
 
+    def rotary(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.cos, self.sin
+
     def layer(self, index: int) -> LayerTensors:
         layer = self._gpt.decoder.layers[index]
         attention, mlp = layer.self_attention, layer.mlp
         return LayerTensors(
-            input_norm=_norm_weight(layer.input_layernorm, attention.linear_qkv),
+            input_norm=_norm_weights(layer.input_layernorm, attention.linear_qkv),
             qkv=LinearWeight.plain(attention.linear_qkv.weight),
             qkv_bias=_bias(attention.linear_qkv),
             q_norm=getattr(attention.q_layernorm, "weight", None),
             k_norm=getattr(attention.k_layernorm, "weight", None),
             o=LinearWeight.plain(attention.linear_proj.weight),
             o_bias=_bias(attention.linear_proj),
-            post_norm=_norm_weight(layer.pre_mlp_layernorm, mlp.linear_fc1),
+            post_norm=_norm_weights(layer.pre_mlp_layernorm, mlp.linear_fc1),
             gate_up=LinearWeight.plain(mlp.linear_fc1.weight),
             gate_up_bias=_bias(mlp.linear_fc1),
             down=LinearWeight.plain(mlp.linear_fc2.weight),
@@ -65,9 +72,8 @@ class MegatronTensors:
         return self._gpt.embedding.word_embeddings.weight
 
     @property
-    def norm(self) -> Tensor:
-        weight: Any = getattr(self._gpt.decoder.final_layernorm, "weight", None)
-        return weight
+    def norm(self) -> NormWeights:
+        return NormWeights(getattr(self._gpt.decoder.final_layernorm, "weight", None))
 
     @property
     def head(self) -> LinearWeight:
@@ -76,10 +82,10 @@ class MegatronTensors:
         return LinearWeight.plain(weight if self.group is not None else weight[: self.config.vocab_size])
 
 
-def _norm_weight(norm: nn.Module, following: nn.Module) -> Tensor | None:
-    """Return a norm's weight, from a separate module (local spec) or the next linear layer (Transformer Engine)."""
+def _norm_weights(norm: nn.Module, following: nn.Module) -> NormWeights:
+    """Return a norm's parameters, from a separate module (local spec) or the next linear layer (Transformer Engine)."""
     own = getattr(norm, "weight", None)
-    return getattr(following, "layer_norm_weight", None) if own is None else own
+    return NormWeights(getattr(following, "layer_norm_weight", None) if own is None else own)
 
 
 def _bias(linear: nn.Module) -> Tensor | None:

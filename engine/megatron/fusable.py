@@ -34,7 +34,10 @@ _REQUIRED_SETTINGS = {
 """Fields of TransformerConfig, where its version has them, and the only value that the kernels support."""
 
 _KNOWN_PACKAGES = ("megatron.core.", "transformer_engine.", "torch.nn.modules.", "apex.")
-_OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "sinks"}
+_OPTIONAL_TENSORS = {"qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "sinks"} | {
+    "attention_out_norm",
+    "mlp_out_norm",
+}
 
 
 def fusable_tensors(model: MegatronDecoder) -> MegatronTensors:
@@ -107,7 +110,7 @@ def _unreadable_parameters(model: MegatronDecoder, tensors: MegatronTensors) -> 
         for name, tensor in tensors.layer(index).named_tensors()
         if tensor is not None or name not in _OPTIONAL_TENSORS
     ]
-    named += [("the final norm", tensors.norm), ("the embedding", tensors.embedding)]
+    named += [("the final norm", tensors.norm.weight), ("the embedding", tensors.embedding)]
     if not model.config.tie_word_embeddings:
         named.append(("the head", model.gpt.output_layer.weight))
     return [
@@ -122,7 +125,7 @@ def _unread_parameters(gpt: nn.Module, tensors: MegatronTensors) -> list[str]:
     layers = [tensor for index in range(len(gpt.decoder.layers)) for _, tensor in tensors.layer(index).named_tensors()]
     read = {
         tensor.data_ptr()
-        for tensor in (*layers, tensors.norm, tensors.embedding, tensors.head.weight)
+        for tensor in (*layers, tensors.norm.weight, tensors.embedding, tensors.head.weight)
         if tensor is not None
     }
     return [

@@ -21,6 +21,7 @@ from engine.checkpoint.mxfp4 import dequantised
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.norm_weights import NormWeights
 from engine.layers.linear import Linear
 from engine.layers.moe import EXPERT_ALIGNMENT, MoE
 from engine.layers.parallel import VocabParallelEmbedding, VocabParallelHead
@@ -30,17 +31,23 @@ from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import DecoderTensors, HeadLayout, LayerTensors
 from engine.models.interface import ForwardContext, Model, tensor_kinds
-from engine.models.layer import DecoderLayer, GatedMLP, make_norm
+from engine.models.layer import DecoderLayer, GatedMLP, Norm, PlainMLP, make_norm
 from engine.models.options import LayerOptions
 
 FUSED_OPTIONS = frozenset(
-    """rope_scaling tie_word_embeddings attention_bias output_bias mlp_bias qk_norm windows names attention_scale
-    attention_sinks scaled_positions
+    """rope_scaling local_rope_theta local_rope_scaling rotary_dim rope_interleaved nope_layers tie_word_embeddings
+    attention_bias output_bias mlp_bias head_bias norm norm_offset norms qk_norm qk_norm_kind qkv_clip
+    windows names attention_scale attention_softcap attention_sinks scaled_positions
+    activation gated_mlp parallel_block embedding_scale embedding_scale_in_dtype residual_scale
+    logit_scale logit_softcap
     num_experts experts_per_token moe_intermediate_size normalize_weights sparse_layers
     sigmoid_routing draft_layers router_bias expert_bias expert_activation shared_expert_size shared_expert_gate
     expert_names bos_token_id eos_token_ids dtype has_lm_head num_labels quantization""".split()
 )
-"""Options of ModelConfig that FusedDecoder computes."""
+"""Options of ModelConfig that FusedDecoder computes, but for what `unfused_parts` names."""
+
+FUSED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+"""Activations of MLPs that its kernels compute."""
 
 
 class Decoder(Model, nn.Module):
@@ -252,6 +259,13 @@ def rank_config(config: ModelConfig, ranks: int) -> ModelConfig:
 def unfused_parts(model: Decoder) -> list[str]:
     """Return the options and layers of a decoder that no fused kernel computes."""
     parts = [f"{name}={value!r}" for name, value in model.config.options().items() if name not in FUSED_OPTIONS]
+    config = model.config
+    if config.activation not in FUSED_ACTIVATIONS:
+        parts.append(f"activation={config.activation!r}")
+    if config.qk_norm and config.qk_norm_kind == "all_heads" and model.parallel.size > 1:
+        parts.append("qk_norm_kind='all_heads' over several ranks")
+    if config.parallel_block and (config.norms.after_attention or config.norms.after_mlp or config.num_experts):
+        parts.append("parallel_block=True with experts, or with norms after attention or the MLP")
     if type(model).layer is not Decoder.layer or any(type(layer) is not DecoderLayer for layer in model.layers):
         parts.append("layers that are not DecoderLayer")
     if model.adapters is not None:
@@ -270,34 +284,37 @@ class NativeTensors:
         by_group = config.names.qkv_by_group
         self.heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, by_group=by_group)
 
-    @property
-    def cos(self) -> Tensor:
-        return self._model.rotary.cos
-
-    @property
-    def sin(self) -> Tensor:
-        return self._model.rotary.sin
+    def rotary(self, index: int) -> tuple[Tensor, Tensor] | None:
+        which = self.config.rope_index(index)
+        if which is None:
+            return None
+        table = self._model.local_rotary if which else self._model.rotary
+        assert table is not None  # rope_index is 1 only if there is a local one
+        return table.cos, table.sin
 
     def layer(self, index: int) -> LayerTensors:
         layer = self._model.layers[index]
         attn, mlp = layer.attn, layer.mlp
-        dense = isinstance(mlp, GatedMLP)
+        dense = isinstance(mlp, GatedMLP | PlainMLP)
+        up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up if dense else None
         return LayerTensors(
-            input_norm=layer.input_norm.weight,
+            input_norm=norm_weights(layer.input_norm),
             qkv=attn.qkv.linear_weight,
             qkv_bias=attn.qkv.bias,
             q_norm=None if attn.qk_norm is None else attn.qk_norm.q_weight,
             k_norm=None if attn.qk_norm is None else attn.qk_norm.k_weight,
             o=attn.o.linear_weight,
             o_bias=attn.o.bias,
-            post_norm=layer.post_norm.weight,
-            gate_up=mlp.gate_up.linear_weight if dense else None,
-            gate_up_bias=mlp.gate_up.bias if dense else None,
+            post_norm=norm_weights(layer.post_norm),
+            gate_up=None if up is None else up.linear_weight,
+            gate_up_bias=None if up is None else up.bias,
             down=mlp.down.linear_weight if dense else None,
             down_bias=mlp.down.bias if dense else None,
             mlp=None if dense else layer.mlp_part,
             moe=mlp if isinstance(mlp, MoE) else None,
             sinks=attn.sinks,
+            attention_out_norm=norm_weights(layer.attn_out_norm),
+            mlp_out_norm=norm_weights(layer.mlp_out_norm),
         )
 
     @property
@@ -305,10 +322,24 @@ class NativeTensors:
         return self._model.embedding.weight
 
     @property
-    def norm(self) -> Tensor:
-        assert self._model.norm.weight is not None  # unfused_parts refuses other norms than RMSNorm
-        return self._model.norm.weight
+    def embedding_scale(self) -> float | None:
+        return self._model.embedding_scale
+
+    @property
+    def norm(self) -> NormWeights:
+        found = norm_weights(self._model.norm)
+        assert found is not None
+        return found
 
     @property
     def head(self) -> LinearWeight:
         return self._model.lm_head.linear_weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        return self._model.lm_head.bias
+
+
+def norm_weights(norm: Norm | None) -> NormWeights | None:
+    """Return the parameters of a norm; None: there is no norm."""
+    return None if norm is None else NormWeights(norm.weight, getattr(norm, "bias", None))

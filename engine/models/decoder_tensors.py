@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.norm_weights import NormWeights
 from engine.layers.moe import MoE
 from engine.layers.weight_slot import Slot
 from engine.models.config import ModelConfig
@@ -50,19 +51,21 @@ class HeadLayout(NamedTuple):
 class LayerTensors(NamedTuple):
     """The parameters of a decoder layer; None: the layer has no such parameter.
 
-    `gate_up` has the gate's rows first; the rows of `qkv` follow the HeadLayout. A layer has `gate_up` and `down`, or
-    `mlp`, for an MLP that the fused kernels don't compute: a function from hidden [T, h] and the context to what the
-    layer adds to hidden, its norm included. `moe`: the module of `mlp`, if that is all it computes but the norm.
+    `gate_up` has the gate's rows first, or up alone where the MLP has no gate; the rows of `qkv` follow the HeadLayout.
+    `attention_out_norm` and `mlp_out_norm`: of what attention and the MLP add to hidden. A layer has `gate_up` and
+    `down`, or `mlp`, for an MLP that the fused kernels don't compute: a function from hidden [T, h] and the context to
+    what the layer adds to hidden, its norms included. `moe`: the module of `mlp`, if that is all it computes beside
+    norms and a factor.
     """
 
-    input_norm: Tensor
+    input_norm: NormWeights | None
     qkv: LinearWeight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: LinearWeight
     o_bias: Tensor | None
-    post_norm: Tensor
+    post_norm: NormWeights | None
     gate_up: LinearWeight | None
     gate_up_bias: Tensor | None
     down: LinearWeight | None
@@ -70,11 +73,13 @@ class LayerTensors(NamedTuple):
     mlp: Callable[[Tensor, ForwardContext], Tensor] | None = None
     moe: MoE | None = None
     sinks: Tensor | None = None
+    attention_out_norm: NormWeights | None = None
+    mlp_out_norm: NormWeights | None = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield (name, tensor) of every parameter; the scale of a quantised weight is `qkv.scale` and so on."""
         for name, value in self._asdict().items():
-            if isinstance(value, LinearWeight):
+            if isinstance(value, LinearWeight | NormWeights):
                 yield from value.named_tensors(name)
             elif name not in ("mlp", "moe"):
                 yield name, value
@@ -94,13 +99,11 @@ class DecoderTensors(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None: ...
 
-    @property
-    def cos(self) -> Tensor:
-        """RoPE table, [positions, D] or [positions, 1, D], in the model's dtype."""
+    def rotary(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return the RoPE tables of decoder layer `index`, cos and sin, in the model's dtype; None: it has none.
 
-    @property
-    def sin(self) -> Tensor:
-        """RoPE table like `cos`, with the first half negated."""
+        They are [positions, R] or [positions, 1, R], for R rotated elements of a head; see RotaryTable.
+        """
 
     def layer(self, index: int) -> LayerTensors:
         """Return the parameters of decoder layer `index`."""
@@ -110,12 +113,20 @@ class DecoderTensors(Protocol):
         """Embedding table [vocab of this rank, h]."""
 
     @property
-    def norm(self) -> Tensor:
-        """Weight of the final norm, [h]."""
+    def embedding_scale(self) -> float | None:
+        """The factor of embeddings; None: 1."""
+
+    @property
+    def norm(self) -> NormWeights:
+        """The final norm."""
 
     @property
     def head(self) -> LinearWeight:
         """LM head weight [vocab of this rank, h]."""
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """Bias of the LM head [vocab of this rank]."""
 
 
 def require_formats(tensors: DecoderTensors, supported: Collection[str]) -> None:

@@ -1,16 +1,21 @@
 """Decoder on CUDA with fused kernels, reading the model's own parameters in place.
 
-A decoder layer is composed of two parts. Attention takes three launches in a decode step:
+A decoder layer is composed of two parts. Where each begins with an RMSNorm and its last GEMM adds to hidden, attention
+takes three launches in a decode step:
 
 1. norm + QKV
 2. attention, with head norms, RoPE and the append to the KV cache
 3. output projection + residual
 
-A gated MLP takes two more, and experts in a decode step three to five (engine/kernels/expert_step.py). Another kind,
-and experts in a prefill, run as the model's own layer does:
+An MLP takes two more, and experts in a decode step three to five (engine/kernels/expert_step.py). Other experts, and
+experts in a prefill, run as the model's own layer does:
 
-4. norm + gate and up + SiLU
+4. norm + gate and up + activation
 5. down projection + residual
+
+Models with other norms, factors or orders of these parts (see `fuses_residuals`) add to hidden in a launch after 3 and
+5, which norms what it adds, and hidden for the next GEMM: engine/kernels/row_steps.py. Norms of q and k other than by
+head take one more launch, after 1.
 
 Prefill uses the same launches with its own attention kernels. With tensor parallelism each rank computes its shard, and
 an all-reduce follows steps 3 and 5. This module imports triton: import it only if the device is CUDA (or under
@@ -33,13 +38,16 @@ from engine.kernels.expert_step import FORMATS as EXPERT_FORMATS
 from engine.kernels.expert_step import MAX_ROWS, ExpertScratch, ExpertTensors, add_experts
 from engine.kernels.launch import launch_options, next_power_of_2, overlaps
 from engine.kernels.linear_weight import LinearWeight
+from engine.kernels.norm_weights import NormKind, NormWeights
 from engine.kernels.paged_decode import NormRope
+from engine.kernels.row_steps import add_norm, change_qkv
 from engine.kernels.small_batch_gemm import Scratch
 from engine.kernels.step_kernels import embed_kernel
 from engine.kernels.step_linear import FORMATS, half_normed, linear
 from engine.layers.moe import MoE, Router
 from engine.layers.parallel import embed_part
 from engine.layers.weight_slot import Slot
+from engine.models.config import ModelConfig
 from engine.models.decoder_tensors import DecoderTensors, FusableModel, LayerTensors, require_formats
 from engine.models.interface import ForwardContext, Model, TileMaxima, tensor_kinds
 
@@ -65,6 +73,13 @@ class FusedDecoder(Model):
         self._qkv = empty(tokens, self.heads.width)
         self._attention_out = torch.zeros(tokens, self.heads.heads * self.heads.dim, dtype=dtype, device=device)
         self._mlp_activations = empty(tokens, width)
+        self._fuses_residuals = fuses_residuals(config)
+        self._norm_kind = NormKind(self.eps, config.norm != "rms", float(config.norm_offset))
+        # SiLU of the gate is the kernels' default
+        self._activation = None if config.gated_mlp and config.activation == "silu" else config.activation
+        self._outputs = self._normed = self._attention_out  # unused
+        if not self._fuses_residuals:
+            self._outputs, self._normed = empty(tokens, config.hidden_size), empty(tokens, config.hidden_size)
         self._scratch = Scratch(
             tokens, max_rows, config.hidden_size, max(self.heads.width, 2 * width), config.vocab_size, dtype, device
         )
@@ -78,6 +93,8 @@ class FusedDecoder(Model):
         """Return the scratch of all layers with experts; None if there are none, or the kernels can't compute one."""
         layers = [layer.moe for layer in map(self.tensors.layer, range(self.depth)) if layer.moe is not None]
         found = [expert_tensors(moe) for moe in layers]
+        if self.config.norm != "rms" or self.config.norm_offset or not self.config.norms.before_mlp:
+            return None  # the router's kernel computes a plain RMSNorm
         if not found or found[0] is None or None in found:
             return None
         return ExpertScratch(rows, found[0], self.dtype, self.device)
@@ -108,9 +125,11 @@ class FusedDecoder(Model):
 
         def kind(index: int, spec: CacheSpec) -> Hashable:
             layer = self.tensors.layer(index)
-            tensors = *layer.named_tensors(), ("next_norm", self._norm_after_layer(index))
+            next_norm = self._norm_after_layer(index)
+            tensors = *layer.named_tensors(), *(() if next_norm is None else next_norm.named_tensors("next_norm"))
             own, last = None if layer.mlp is None else own_kinds[index], self._last_weight(index - 1)
-            return index == 0, None if last is None else last.format, spec, tensor_kinds(tensors), own
+            last_format, has_rotary = None if last is None else last.format, self.tensors.rotary(index) is not None
+            return index == 0, last_format, spec, has_rotary, next_norm is None, tensor_kinds(tensors), own
 
         return [kind(index, spec) for index, spec in enumerate(self.cache_specs())]
 
@@ -130,6 +149,7 @@ class FusedDecoder(Model):
             H=width,
             HP=next_power_of_2(width),
             SPLIT=self.collectives is not None,
+            SCALE=self.tensors.embedding_scale or 1.0,
             PDL=pdl,
             **launch_options(pdl),
         )
@@ -140,58 +160,158 @@ class FusedDecoder(Model):
     def layer(self, index: int, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See Model. Changes `hidden` in place and returns it."""
         layer = self.tensors.layer(index)
+        if not self._fuses_residuals:
+            self._layer_with_norms(index, layer, hidden, context)
+            return hidden
         self._add_attention(index, layer, hidden, context)
         if layer.mlp is None:
-            self._add_gated_mlp(index, layer, hidden)
-        elif self._experts is not None and layer.moe is not None and len(hidden) <= MAX_ROWS:
-            self._add_experts(layer, layer.moe, hidden, context)
+            self._add_mlp(index, layer, hidden)
+        elif (moe := self._fused_experts(layer, len(hidden))) is not None:
+            self._add_experts(layer, moe, hidden, context, hidden)
         else:
             hidden.add_(layer.mlp(hidden, context))
         return hidden
 
-    def _add_experts(self, layer: LayerTensors, moe: MoE, hidden: Tensor, context: ForwardContext) -> None:
+    def _fused_experts(self, layer: LayerTensors, rows: int) -> MoE | None:
+        """Return the layer's experts if the kernels of a decode step compute them for this many rows."""
+        return layer.moe if self._experts is not None and rows <= MAX_ROWS else None
+
+    def _add_experts(self, layer: LayerTensors, moe: MoE, hidden: Tensor, context: ForwardContext, out: Tensor) -> None:
+        """Add the experts' outputs for the normed hidden to `out` [T, h], which may be hidden."""
         experts = expert_tensors(moe)
         assert experts is not None and self._experts is not None
-        normed = add_experts(hidden, experts, self._experts, norm=layer.post_norm, eps=self.eps, valid=context.valid)
+        norm = _weight(layer.post_norm)
+        assert norm is not None
+        normed = add_experts(hidden, experts, self._experts, norm=norm, eps=self.eps, valid=context.valid, out=out)
         moe.record(self._experts.chosen[: len(hidden)])
         if moe.shared is not None:
-            hidden.add_(moe.shared(normed))
+            out.add_(moe.shared(normed))
 
-    def _add_attention(self, index: int, layer: LayerTensors, hidden: Tensor, context: ForwardContext) -> None:
-        rows = len(hidden)
+    def _layer_with_norms(self, index: int, layer: LayerTensors, hidden: Tensor, context: ForwardContext) -> None:
+        """Compute a layer whose residual additions and norms have their own launches."""
+        config, rows = self.config, len(hidden)
+        x, normed = self._outputs[:rows], self._normed[:rows]
+        scale = 1.0 if config.residual_scale is None else config.residual_scale
+        next_norm = self._norm_after_layer(index)
+        if index == 0 and layer.input_norm is not None:  # later ones are computed by the layer before
+            add_norm(hidden, self._norm_kind, norm=layer.input_norm, normed=normed)
+        attention_out = self._attend(index, layer, hidden if layer.input_norm is None else normed, context)
+        self._write_linear(x, attention_out, layer.o, layer.o_bias, buffer_index=0)
+        if config.parallel_block:
+            if layer.post_norm is not None:
+                add_norm(hidden, self._norm_kind, norm=layer.post_norm, normed=normed)
+            has_norm = layer.post_norm is not None or layer.input_norm is not None
+            self._write_mlp(x, normed if has_norm else hidden, layer, add=True)
+            add_norm(hidden, self._norm_kind, x=x, scale=scale, norm=next_norm, normed=normed)
+            return
+        norm = layer.post_norm if layer.mlp is None else None
+        out_norm = layer.attention_out_norm
+        add_norm(hidden, self._norm_kind, x=x, out_norm=out_norm, scale=scale, norm=norm, normed=normed)
+        if layer.mlp is None:
+            self._write_mlp(x, hidden if norm is None else normed, layer)
+        elif (moe := self._fused_experts(layer, rows)) is not None:
+            self._add_experts(layer, moe, hidden, context, x.zero_())
+        else:
+            hidden.add_(layer.mlp(hidden, context))
+            if next_norm is not None:
+                add_norm(hidden, self._norm_kind, norm=next_norm, normed=normed)
+            return
+        add_norm(hidden, self._norm_kind, x=x, out_norm=layer.mlp_out_norm, scale=scale, norm=next_norm, normed=normed)
+
+    def _write_mlp(self, out: Tensor, x: Tensor, layer: LayerTensors, *, add: bool = False) -> None:
+        """Write the MLP of x [T, h] to `out`, or add it."""
+        gated = self._expand(layer, x)
+        assert layer.down is not None
+        self._write_linear(out, gated, layer.down, layer.down_bias, buffer_index=1, add=add)
+
+    def _write_linear(
+        self,
+        out: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None,
+        buffer_index: int,
+        add: bool = False,
+    ) -> None:
+        """Write x Wᵀ + bias to `out` [T, h], or add it, all-reduced over the ranks."""
+        if self.collectives is None:
+            linear(x, weight, out, self._scratch, bias=bias, add=add)
+            return
+        if not add:
+            out.zero_()
+        self._add_linear(out, x, weight, bias, None, buffer_index)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerTensors,
+        x: Tensor,
+        context: ForwardContext,
+        norm: Tensor | None = None,
+        squares: int = 0,
+    ) -> Tensor:
+        """Return attention [T, H * D] of x [T, h], before the output projection; `norm`, `squares`: as of `linear`."""
+        rows, config = len(x), self.config
         qkv, attention_out = self._qkv[:rows], self._attention_out[:rows]
         linear(
-            hidden,
+            x,
             layer.qkv,
             qkv,
             self._scratch,
-            norm=layer.input_norm,
+            norm=norm,
             eps=self.eps,
             bias=layer.qkv_bias,
-            squares=self._squares_after_layer(index - 1, rows),
+            squares=squares,
             late=True,
         )
+        q, k, v = self.heads.cut(qkv)
+        by_attention = config.qk_norm_kind == "head" and config.qkv_clip is None
+        if not by_attention:
+            change_qkv(
+                q,
+                k,
+                v,
+                kind=config.qk_norm_kind if config.qk_norm else "none",
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=self.eps,
+                offset=self._norm_kind.offset,
+                clip=config.qkv_clip,
+            )
         attention = cast(FusedAttention, context.attention)
-        attention.attend_raw(index, *self.heads.cut(qkv), self._norm_rope(layer), attention_out, layer.sinks)
-        next_norm = None if layer.gate_up is None else layer.post_norm
+        attention.attend_raw(index, q, k, v, self._norm_rope(index, layer, by_attention), attention_out, layer.sinks)
+        return attention_out
+
+    def _add_attention(self, index: int, layer: LayerTensors, hidden: Tensor, context: ForwardContext) -> None:
+        squares = self._squares_after_layer(index - 1, len(hidden))
+        attention_out = self._attend(index, layer, hidden, context, _weight(layer.input_norm), squares)
+        next_norm = None if layer.gate_up is None else _weight(layer.post_norm)
         self._add_linear(hidden, attention_out, layer.o, layer.o_bias, next_norm, buffer_index=0)
 
-    def _add_gated_mlp(self, index: int, layer: LayerTensors, hidden: Tensor) -> None:
-        assert layer.gate_up is not None and layer.down is not None
-        rows = len(hidden)
-        gated = self._mlp_activations[:rows]
+    def _expand(self, layer: LayerTensors, x: Tensor, norm: Tensor | None = None, squares: int = 0) -> Tensor:
+        """Return the input [T, intermediate] of an MLP's last GEMM; `norm`, `squares`: as of `linear`."""
+        assert layer.gate_up is not None
+        expanded = self._mlp_activations[: len(x)]
         linear(
-            hidden,
+            x,
             layer.gate_up,
-            gated,
+            expanded,
             self._scratch,
-            norm=layer.post_norm,
+            norm=norm,
             eps=self.eps,
             bias=layer.gate_up_bias,
-            gated=True,
-            squares=self._partial_squares(rows, layer.o),
+            gated=self.config.gated_mlp,
+            activation=self._activation,
+            squares=squares,
         )
-        self._add_linear(hidden, gated, layer.down, layer.down_bias, self._norm_after_layer(index), buffer_index=1)
+        return expanded
+
+    def _add_mlp(self, index: int, layer: LayerTensors, hidden: Tensor) -> None:
+        assert layer.down is not None
+        squares = self._partial_squares(len(hidden), layer.o)
+        expanded = self._expand(layer, hidden, _weight(layer.post_norm), squares)
+        next_norm = _weight(self._norm_after_layer(index))
+        self._add_linear(hidden, expanded, layer.down, layer.down_bias, next_norm, buffer_index=1)
 
     def _add_linear(
         self,
@@ -220,8 +340,8 @@ class FusedDecoder(Model):
         """
         return 0 if self.collectives else half_normed(rows, weight, self.dtype)
 
-    def _norm_after_layer(self, index: int) -> Tensor:
-        """Return the weight of the norm that reads the output of layer `index`."""
+    def _norm_after_layer(self, index: int) -> NormWeights | None:
+        """Return the norm that reads the output of layer `index`; None: the next layer has no norm before attention."""
         return self.tensors.norm if index + 1 == self.depth else self.tensors.layer(index + 1).input_norm
 
     def _last_weight(self, index: int) -> LinearWeight | None:
@@ -243,17 +363,28 @@ class FusedDecoder(Model):
         return self._model.compute_logits(hidden).to(self.logits_dtype)
 
     def head(self, hidden: Tensor, logits: Tensor, *, after_layer: bool) -> TileMaxima | None:
-        scratch, rows = self._scratch, len(hidden)
+        scratch, rows, config = self._scratch, len(hidden), self.config
+        norm, squares = _weight(self.tensors.norm), 0
+        if not self._fuses_residuals:
+            normed = self._normed[:rows]
+            if not after_layer:
+                add_norm(hidden, self._norm_kind, norm=self.tensors.norm, normed=normed)
+            hidden, norm = normed, None
+        elif after_layer:
+            squares = self._squares_after_layer(self.depth - 1, rows)
         local_logits = logits if self.collectives is None else self.collectives.part(rows)
         tiles = linear(
             hidden,
             self.tensors.head,
             local_logits,
             scratch,
-            norm=self.tensors.norm,
+            norm=norm,
             eps=self.eps,
+            bias=self.tensors.head_bias,
             best=self.collectives is None,
-            squares=self._squares_after_layer(self.depth - 1, rows) if after_layer else 0,
+            squares=squares,
+            scale=1.0 if config.logit_scale is None else config.logit_scale,
+            softcap=config.logit_softcap,
         )
         if self.collectives is not None:
             self.collectives.gather(local_logits, logits)
@@ -261,15 +392,35 @@ class FusedDecoder(Model):
         return TileMaxima(*scratch.maxima(rows, tiles))
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
-        table = self.tensors.embedding
+        table, scale = self.tensors.embedding, self.tensors.embedding_scale
         if self.collectives is None:
-            return F.embedding(tokens, table)
-        hidden = embed_part(tokens, table, self.tensors.first_token)
-        self.collectives.all_reduce(hidden)
-        return hidden
+            hidden = F.embedding(tokens, table)
+        else:
+            hidden = embed_part(tokens, table, self.tensors.first_token)
+            self.collectives.all_reduce(hidden)
+        return hidden if scale is None else hidden.mul_(scale)
 
-    def _norm_rope(self, layer: LayerTensors) -> NormRope:
-        return NormRope(self.tensors.cos, self.tensors.sin, layer.q_norm, layer.k_norm, self.eps)
+    def _norm_rope(self, index: int, layer: LayerTensors, with_norms: bool) -> NormRope:
+        config = self.config
+        cos, sin = self.tensors.rotary(index) or (None, None)
+        q_norm, k_norm = (layer.q_norm, layer.k_norm) if with_norms else (None, None)
+        return NormRope(cos, sin, q_norm, k_norm, self.eps, config.rope_interleaved, config.norm_offset)
+
+
+def fuses_residuals(config: ModelConfig) -> bool:
+    """Return whether the GEMMs of all layers add to hidden and compute the norms, which are RMSNorms before each part.
+
+    Otherwise separate launches add and norm rows.
+    """
+    norms = config.norms
+    are_before = norms.before_attention is not None and norms.before_mlp is not None
+    are_after = norms.after_attention is not None or norms.after_mlp is not None
+    is_plain = config.norm == "rms" and not config.norm_offset and are_before and not are_after
+    return is_plain and not config.parallel_block and config.residual_scale is None
+
+
+def _weight(norm: NormWeights | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 def expert_tensors(moe: MoE) -> ExpertTensors | None:

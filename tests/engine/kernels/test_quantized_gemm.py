@@ -129,7 +129,9 @@ def test_every_number_of_rows_gives_the_same_product(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8 per row", "fp8 blocks", "int4 groups with zeros", "int4 act_order", "mxfp4"])
-@pytest.mark.parametrize("form", ["normed", "biased", "added", "added_biased", "gated", "gated_biased"])
+@pytest.mark.parametrize(
+    "form", ["normed", "biased", "added", "added_biased", "gated", "gated_biased", "gated_gelu", "gelu"]
+)
 @pytest.mark.parametrize("rows", [3] if INTERPRETED else [1, 9, 24, 64, 100, 200])
 def test_norm_and_epilogues_equal_float64(scheme: str, form: str, rows: int) -> None:
     gated, outputs, inputs = form.startswith("gated"), 64, 384 if INTERPRETED else 1536
@@ -142,10 +144,15 @@ def test_norm_and_epilogues_equal_float64(scheme: str, form: str, rows: int) -> 
     if norm is not None:
         value = value * torch.rsqrt((value * value).mean(-1, keepdim=True) + 1e-6) * norm.double()
     value = value @ exact_weight(layer).double().T + (0 if bias is None else bias.double())
-    wanted = F.silu(value[:, :outputs]) * value[:, outputs:] if gated else value + before
+    activation = "gelu" if form.endswith("gelu") else None
+    act = F.gelu if activation else F.silu if gated else torch.nn.Identity()
+    wanted = act(value[:, :outputs]) * (value[:, outputs:] if gated else 1.0) + before
     scratch, weight = scratch_for(rows, outputs, inputs), layer.linear_weight
     for _ in range(1 if form.startswith("added") else 2):  # twice: the first launch must reset the arrival counts
-        linear(x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form.startswith("added"))
+        linear(
+            x, weight, out, scratch, norm=norm, eps=1e-6, bias=bias, gated=gated, add=form.startswith("added"),
+            activation=activation,
+        )  # fmt: skip
     assert relative_error(out, wanted) < TOLERANCE
     assert not scratch.arrivals.any()
 

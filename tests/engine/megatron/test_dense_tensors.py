@@ -30,15 +30,15 @@ def logits_from(tensors: DecoderTensors, ids: torch.Tensor) -> torch.Tensor:
 
     for index in range(tensors.config.num_layers):
         layer = tensors.layer(index)
-        q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm), layer.qkv.weight, layer.qkv_bias))
+        q, k, v = heads.cut(F.linear(norm(hidden, layer.input_norm.weight), layer.qkv.weight, layer.qkv_bias))
         q, k = rotate(norm(q, layer.q_norm)), rotate(norm(k, layer.k_norm))
         q, k, v = q.flatten(1, 2), *(x.repeat_interleave(heads.heads // heads.kv_heads, 1) for x in (k, v))
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
         hidden = hidden + F.linear(attended, layer.o.weight, layer.o_bias)
-        gate, up = F.linear(norm(hidden, layer.post_norm), layer.gate_up.weight, layer.gate_up_bias).chunk(2, -1)
+        gate, up = F.linear(norm(hidden, layer.post_norm.weight), layer.gate_up.weight, layer.gate_up_bias).chunk(2, -1)
         hidden = hidden + F.linear(F.silu(gate) * up, layer.down.weight, layer.down_bias)
-    return F.linear(norm(hidden, tensors.norm), tensors.head.weight)
+    return F.linear(norm(hidden, tensors.norm.weight), tensors.head.weight)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
+from engine.layers.activation import ACTIVATIONS
 from engine.layers.int4 import Int4Weight, int4_available
 from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import load_dummy, load_hf_folder, load_weights
 from engine.models import ModelConfig, build_model, config_from_dict
+from engine.models.decoder import FUSED_ACTIVATIONS, Decoder, unfused_parts
 from engine.models.registry import ENTRIES
 from tests.support.attention import prefill_attention
 from tests.support.families import FAMILIES, VARIANTS, WITH_EXPERTS, config_of, load_reference, tiny_folder
@@ -92,26 +97,34 @@ def config_in_engine(family: str, **changes: Any) -> ModelConfig:
     return config_from_dict({**values, "architectures": [architecture]})
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("gemma2", ["attention_softcap=5.0", "logit_softcap=20.0", "norm_offset=True"]),
-        ("phi3-long-partial", ["rotary_dim=12"]),
-        ("olmo2", ["qk_norm_kind='all_heads'", "norms="]),
-        ("granite", ["residual_scale=0.22", "embedding_scale=12.0", "logit_scale=0.125"]),
-        ("smollm3", ["nope_layers="]),
-        ("starcoder2", ["gated_mlp=False", "norm='layer_bias'", "activation='gelu_pytorch_tanh'"]),
-        ("cohere", ["parallel_block=True", "rope_interleaved=True"]),
-        ("olmo-clip", ["qkv_clip=0.8"]),
-        ("gpt_neox", ["parallel_block=True", "norm='layer_bias'", "rotary_dim=4"]),
-        ("olmo3", ["local_rope_theta="]),
-    ],
-)
-def test_fused_kernels_refuse_options_by_name(family: str, options: list[str]) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+def test_fused_kernels_compute_every_family(family: str) -> None:
     model = build_model(config_in_engine(family), torch.float32, "cpu", MAX_LEN)
-    with pytest.raises(ModelError, match="has parts that no fused kernel computes") as caught:
-        model.fused(1, 1)
-    assert all(option in str(caught.value) for option in options)
+    assert unfused_parts(model) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoodyConfig(ModelConfig):
+    """A config of a later family, with an option that no kernel knows."""
+
+    mood: str = "calm"
+
+
+def test_fused_kernels_refuse_options_by_name() -> None:
+    config = config_in_engine("olmo2")
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    for changed, parallel, message in (
+        (MoodyConfig(**values), SINGLE_RANK, "mood='calm'"),
+        (replace(config, parallel_block=True), SINGLE_RANK, "parallel_block=True with experts, or with norms after"),
+        (config, TensorParallel(0, 2), "qk_norm_kind='all_heads' over several ranks"),
+    ):
+        model = Decoder(changed, torch.float32, "cpu", MAX_LEN, parallel)
+        with pytest.raises(ModelError, match=f"parts that no fused kernel computes: {re.escape(message)}"):
+            model.fused(1, 1)
+
+
+def test_kernels_have_every_activation() -> None:
+    assert set(FUSED_ACTIVATIONS) == set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "phi3-short"])

@@ -189,11 +189,15 @@ def test_unsupported_values_are_rejected_by_name(changes: dict[str, Any], messag
         config_from_dict(PUBLISHED | changes)
 
 
-def test_fused_kernels_are_refused_by_the_options_that_they_lack() -> None:
+def test_fused_kernels_read_two_rotary_tables_and_four_norms_of_a_layer() -> None:
     model = build_model(config_from_dict({"architectures": ["Gemma3ForCausalLM"], **SHAPES}), torch.float32, "cpu")
     load_dummy(model)
-    with pytest.raises(
-        ModelError, match="no fused kernel computes: .*activation='gelu_pytorch_tanh'.*norm_offset=True"
-    ):
-        model.fused(1, 1)
+    tensors = model.tensors()
+    for index, spec in enumerate(model.cache_specs()):
+        table = model.rotary if spec.window is None else model.local_rotary
+        assert tensors.rotary(index) == (table.cos, table.sin)
+        layer, own = tensors.layer(index), model.layers[index]
+        assert layer.input_norm.weight is own.input_norm.weight and layer.mlp_out_norm.weight is own.mlp_out_norm.weight
+        assert layer.post_norm.weight is own.post_norm.weight
+        assert layer.attention_out_norm.weight is own.attn_out_norm.weight
     assert {spec.window for spec in model.cache_specs()} == {WINDOW, None}
