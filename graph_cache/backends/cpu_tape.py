@@ -284,8 +284,8 @@ class TapeRecorder(DecomposingMode):
         """Raise CaptureRefused if the state of a generator was set since the last operation that used it."""
         if self._seeded or self._generator_states != self._read_generators():
             raise CaptureRefused(
-                "the state of a random generator is set (manual_seed, set_state), which a replay would not repeat: seed "
-                "before the call"
+                "the state of a random generator is set (manual_seed, set_state), which a replay would not repeat: "
+                "seed before the call"
             )
 
     def undo(self) -> None:
