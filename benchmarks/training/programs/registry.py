@@ -70,6 +70,11 @@ class Run:
         self.steps_done: list[Step] = []
         self._before = self._counts()
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether this run is not eager."""
+        return self._engine is not None
+
     def attach(self, model: nn.Module, modules: Iterable[str] | None = None, **options: Any) -> None:
         """Attach a model; do nothing in an eager run."""
         if self._engine is not None:
