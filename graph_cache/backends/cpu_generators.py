@@ -37,7 +37,7 @@ def recorded_states(generators: Container[object], refuse: Callable[[], None]) -
     `generators` are the C++ objects of the registered ones. `refuse` is called before another state is set.
     """
     default, thread = torch.default_generator, threading.get_ident()
-    if default._cdata not in generators:
+    if default._cdata not in generators:  # type: ignore[attr-defined]
         yield
         return
     originals = [(owner, owner.get_rng_state, owner.set_rng_state) for owner in OWNERS]
