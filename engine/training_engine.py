@@ -383,19 +383,21 @@ class TrainingEngine:
     def _layers_of_transformers(self, model: nn.Module) -> list[Part] | None:
         """Return the layers of a model of transformers, or the parts of them that `cuda_graph_modules` names.
 
-        Layers of vision towers are left out; a separate section captures them. None: another model, or a tower alone.
+        The model may be inside other modules, such as wrappers of PEFT or DistributedDataParallel: their forwards stay
+        eager, since transformers' models read masks on the host. Layers of vision towers are left out; a separate
+        section captures them. None: no model of transformers, one with `cuda_graph_modules()`, or a tower alone.
         """
         wrapped = is_data_parallel(model) and isinstance(getattr(model, "module", None), nn.Module)
-        inner: Any = model.module if wrapped else model
-        if hasattr(inner, "cuda_graph_modules"):
+        if hasattr(model.module if wrapped else model, "cuda_graph_modules"):
             return None
         from engine.vision.towers import layer_parts, towers_of
 
-        towers = [tower for _, tower in towers_of(inner)]
-        is_tower_alone = towers == [inner] and self.config.vision_cuda_graph_impl == "none"
-        if is_tower_alone or not (towers or is_transformers(inner)):
+        towers = [tower for _, tower in towers_of(model)]
+        inner = [module for module in model.modules() if is_transformers(module)]
+        is_tower_alone = towers == inner[:1] and self.config.vision_cuda_graph_impl == "none"
+        if not inner or is_tower_alone:
             return None
-        return layer_parts(inner, self._graph_config.modules, path="module" if wrapped else "", without=towers)
+        return layer_parts(model, self._graph_config.modules, without=towers) or None
 
     @names_arguments
     def capture_iteration(

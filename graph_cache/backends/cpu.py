@@ -114,7 +114,7 @@ class CpuBackend:
         )
         self._capturing_thread = threading.get_ident()
         try:
-            with recorder, refuse_host_reads(recorder.may_read), recorder.observing_seeds():
+            with recorder, refuse_host_reads(recorder.may_read), recorder.observing_generators():
                 fn()
                 recorder.check_generators()
                 recorder.check_refusals()

@@ -5,6 +5,9 @@
 - `tensor_split` and `ctc_loss` with tensors of indices and lengths.
 - TorchScript's `tolist()`.
 
+`one_hot` with a number of classes reads its argument only to check it. It is recorded as the `scatter_` that it
+computes, which checks the same at each replay.
+
 A tensor on a GPU cannot be read this way at all, or only with a synchronisation that ends a capture.
 """
 
@@ -38,6 +41,7 @@ FUNCTIONS: dict[tuple[Any, str], tuple[tuple[int, ...], tuple[str, ...]]] = {
     (torch.Tensor, "tensor_split"): ((1,), ("tensor_indices_or_sections",)),
     (torch, "ctc_loss"): ((2, 3), ("input_lengths", "target_lengths")),
 }
+ONE_HOT = torch.nn.functional, "one_hot"
 SCRIPTED: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 SHADOWED = (*HOST_READ_METHODS, *PYTHON_METHODS)
@@ -64,6 +68,7 @@ def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]
             for owner, name in FUNCTIONS:
                 _functions[owner, name] = vars(owner).get(name)
                 setattr(owner, name, _refusing_function(owner, name, getattr(owner, name)))
+            _functions[ONE_HOT], torch.nn.functional.one_hot = torch.nn.functional.one_hot, _recorded_one_hot
             for scripted in SCRIPTED:
                 _script_calls[scripted] = scripted.__call__
                 scripted.__call__ = _refusing_call(scripted.__call__)
@@ -74,6 +79,7 @@ def refuse_host_reads(allowed: Callable[[torch.Tensor], bool]) -> Iterator[None]
         with _lock:
             del _allowed[thread_id]
             if not _allowed:
+                torch.nn.functional.one_hot = _functions.pop(ONE_HOT)
                 for owner, name in FUNCTIONS:
                     original = _functions.pop((owner, name))
                     delattr(owner, name) if original is None else setattr(owner, name, original)
@@ -111,6 +117,15 @@ def _refusing_function(owner: Any, name: str, original: Callable[..., Any]) -> C
         return original(*args, **kwargs)
 
     return call
+
+
+def _recorded_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    allowed = _allowed.get(threading.get_ident())
+    known = type(num_classes) is int and num_classes > 0 and tensor.dtype is torch.int64 and tensor.numel() > 0
+    if allowed is None or not known:
+        return _functions[ONE_HOT](tensor, num_classes)
+    zeros = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _refusing_call(original: Callable[..., Any]) -> Callable[..., Any]:

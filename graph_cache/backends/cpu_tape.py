@@ -7,8 +7,8 @@ operations, so that a capture that works on a laptop also works on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_cache.backends.call_values import map_leaves, tensors_in
 from graph_cache.backends.cpu_call_site import host_read_refusal
+from graph_cache.backends.cpu_generators import recorded_states
 from graph_cache.backends.cpu_out import out_overload_matches
 from graph_cache.backends.cpu_seeds import observe_seeds
 from graph_cache.errors import CaptureRefused
@@ -195,7 +196,7 @@ class TapeRecorder(DecomposingMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._check()
-        # The profiler of `observing_seeds` would be called for each function here, which takes as long as the rest.
+        # The profiler of `observe_seeds` would be called for each function here, which takes as long as the rest.
         with unprofiled():
             return self._dispatch(func, types, args, kwargs or {})
 
@@ -270,9 +271,11 @@ class TapeRecorder(DecomposingMode):
     def _read_generators(self) -> list[bytes]:
         return list(map(state_of, self._generators.values()))
 
-    def observing_seeds(self) -> AbstractContextManager[None]:
-        """Note within the block whether code sets the state of a generator, also to the state that it has."""
-        return observe_seeds(self._generators, self._note_seed)
+    @contextmanager
+    def observing_generators(self) -> Iterator[None]:
+        """Record within the block that code saves a generator's state and restores it, and note any other seed."""
+        with observe_seeds(self._generators, self._note_seed), recorded_states(self._generators, self._note_seed):
+            yield
 
     def _note_seed(self) -> None:
         self._seeded = True
@@ -281,8 +284,8 @@ class TapeRecorder(DecomposingMode):
         """Raise CaptureRefused if the state of a generator was set since the last operation that used it."""
         if self._seeded or self._generator_states != self._read_generators():
             raise CaptureRefused(
-                "the state of a random generator is set (manual_seed, set_state, fork_rng, or a checkpoint), which a "
-                "replay would not repeat: pass preserve_rng_state=False to a checkpoint without random numbers"
+                "the state of a random generator is set (manual_seed, set_state), which a replay would not repeat: "
+                "seed before the call"
             )
 
     def undo(self) -> None:

@@ -337,22 +337,33 @@ class AttachedModule:
             for parameter in module._parameters.values()
         )
 
-    def differs_only_in_modes(self, state: ModuleState) -> bool:
-        """Whether the current state differs from this one in train/eval modes at most."""
-        first, last = 1 + len(self.parameters), len(self.state) - len(self.float_owners) - 1
-        return (self.state[:first], self.state[last:]) == (state[:first], state[last:])
+    def differs_only_in_flags(self, state: ModuleState) -> bool:
+        """Whether the current state differs from this one in train/eval modes and frozen parameters at most."""
+        last = len(self.state) - len(self.float_owners) - 1
+        same_length = len(self.state) == len(state)
+        return same_length and (self.state[:1], self.state[last:]) == (state[:1], state[last:])
 
     @contextmanager
-    def with_modes(self, state: ModuleState) -> Iterator[None]:
-        """Set the train/eval modes of this state within the block: a capture may run while the job evaluates."""
-        before = [module.training for module in self.submodules]
+    def with_flags(self, state: ModuleState) -> Iterator[None]:
+        """Set the modes and the frozen parameters of this state within the block.
+
+        A capture may run while the job evaluates, or trains other parameters.
+        """
+        modes = [module.training for module in self.submodules]
         first = 1 + len(self.parameters)
-        for module, training in zip(self.submodules, state[first : first + len(self.submodules)], strict=True):
-            module.training = bool(training)
+        wanted = [bool(flag) for flag in state[1 : first + len(self.submodules)]]
+        frozen = [parameter for parameter, flag in zip(self.parameters, wanted, strict=False)
+                  if parameter.requires_grad != flag]  # fmt: skip
+        for parameter in frozen:
+            parameter.requires_grad_(not parameter.requires_grad)
+        for module, training in zip(self.submodules, wanted[len(self.parameters) :], strict=True):
+            module.training = training
         try:
             yield
         finally:
-            for module, training in zip(self.submodules, before, strict=True):
+            for parameter in frozen:
+                parameter.requires_grad_(not parameter.requires_grad)
+            for module, training in zip(self.submodules, modes, strict=True):
                 module.training = training
 
     @contextmanager

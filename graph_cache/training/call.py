@@ -9,12 +9,12 @@ import enum
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
 from graph_cache.guards.torch_settings import (
     AUTOCAST_DEVICES,
@@ -97,6 +97,76 @@ def _is_hashable_enum(value: Any) -> bool:
     return True
 
 
+class _Record:
+    """Stands in a pytree for an object that is rebuilt from its attributes: see `_is_record`."""
+
+    def __init__(self, value: Any, depth: int):
+        self.value, self.depth = value, depth
+
+
+class _TooDeep(Exception):
+    """A dataclass is inside too many others, or inside itself."""
+
+
+def _record_parts(record: _Record) -> tuple[list[Any], Any]:
+    attributes = vars(record.value)
+    parts = [_with_records(one, record.depth + 1) for one in attributes.values()]
+    return parts, (type(record.value), tuple(attributes))
+
+
+def _record_of(parts: Any, context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)
+    vars(made).update(zip(names, parts, strict=True))
+    return made
+
+
+register_pytree_node(_Record, _record_parts, _record_of, serialized_type_name="graph_cache.training.call._Record")
+
+
+def _is_record(value: Any, depth: int) -> bool:
+    """Whether the value is a dataclass that holds tensors, with nothing but its fields, or a distribution of PyTorch.
+
+    A dataclass without tensors, such as a configuration, stays one object.
+    """
+    if type(value) in PLAIN or isinstance(value, (Tensor, type, nn.Module)):
+        return False
+    kind = type(value)
+    is_distribution = isinstance(value, torch.distributions.Distribution) and kind.__module__.startswith(DISTRIBUTIONS)
+    attributes = getattr(value, "__dict__", None)
+    if not (is_distribution or is_dataclass(value)) or type(attributes) is not dict:
+        return False
+    if not is_distribution and attributes.keys() != {field.name for field in fields(value)}:
+        return False
+    classes = kind.__mro__[:-1]
+    is_plain = all(vars(one).get("__slots__", ()) == () and one.__module__ != "builtins" for one in classes)
+    if not is_plain or hasattr(kind, "__del__"):
+        return False
+    if depth == MAX_NESTED:
+        raise _TooDeep
+    return any(isinstance(one, Tensor) for one in tree_flatten(_with_records(attributes, depth + 1))[0])
+
+
+def _with_records(tree: Any, depth: int = 0) -> Any:
+    """Return the tree with a _Record in the place of each leaf that is one."""
+    leaves, structure = tree_flatten(tree)
+    found = [_is_record(leaf, depth) for leaf in leaves]
+    if not any(found):
+        return tree
+    marked = [_Record(leaf, depth) if is_record else leaf for leaf, is_record in zip(leaves, found, strict=True)]
+    return tree_unflatten(marked, structure)
+
+
+def flattened(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Flatten a pytree, and dataclasses and distributions with tensors inside it, which `tree_unflatten` rebuilds."""
+    try:
+        return tree_flatten(_with_records(tree))
+    except _TooDeep:  # they stay objects
+        return tree_flatten(tree)
+
+
+MAX_NESTED = 4  # dataclasses inside each other
+DISTRIBUTIONS = "torch.distributions."
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)  # other classes need the full check
 TENSOR = "<tensor>"  # placeholder of a tensor argument among the values
 
@@ -109,7 +179,7 @@ def flatten_call(
         tensors, values = list(args), (TENSOR,) * len(args)  # flat: skip tree_flatten
         structure = _flat_structure(len(args), ())
     else:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = flattened((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     if _has_repeated(tensors):
@@ -353,15 +423,22 @@ class Result:
 
     @classmethod
     def of(cls, value: Any) -> tuple[Result, list[Tensor]]:
-        """Flatten a return value into a Result and its tensors. Dataclasses must be registered with pytree."""
-        leaves, structure = tree_flatten(value)
+        """Flatten a return value into a Result and its tensors; a tensor that it holds several times comes once."""
+        leaves, structure = flattened(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return cls(structure, tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)), tensors
+        values = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        if _has_repeated(tensors):
+            tensors, values = _without_repeated(tensors, values)
+        return cls(structure, values), tensors
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuild the value with these tensors."""
         remaining = iter(tensors)
-        return tree_unflatten([next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves], self.structure)
+        leaves = [
+            next(remaining) if leaf is TENSOR else tensors[leaf] if type(leaf) is Repeated else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self.structure)
 
 
 def load(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

@@ -55,6 +55,7 @@ from graph_cache.training.call import (
     objects_of,
     unflatten_call,
 )
+from graph_cache.training.changing_values import ChangingValues
 from graph_cache.training.compiled import at_compile_time, is_compiled, reached_from, without_compiling
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.optimizers import OptimizerState, observe_steps, settings_of
@@ -201,6 +202,7 @@ class CapturedIteration:
         # Leaf tensors that the step trains and that no module has.
         self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._watch = Watch()
+        self._changing = ChangingValues(stats)
         self._ran: Reads | None = None  # code that observed calls executed
         self._observations: dict[CallKey, _Observation] = {}
         self._calls = 0
@@ -256,6 +258,7 @@ class CapturedIteration:
             self._stats.fallbacks[self.name, SCOPE, OBJECT] += 1
             return self._eager(args, kwargs)
         self._warn_of_settings(signature)
+        self._changing.observe(self.name, key, signature[1][-1], is_new=signature not in self._states)
         state = self._states.get(signature) or self._add_state(signature)
         if not state.may_capture:
             self._stats.fallbacks[self.name, SCOPE, state.fallback_reason] += 1

@@ -26,7 +26,6 @@ from graph_cache.training.call import BackwardKey, CallKey, Expected, as_kind, i
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.gradients import MAX_USES
 from graph_cache.training.graphed_call import GraphedCall
-from graph_cache.training.parameter_aliases import trainable
 from graph_cache.training.replay_order import ReplayOrder
 from graph_cache.training.shared_inputs import RecordedInputs, SharedInput
 
@@ -221,11 +220,10 @@ class MicrobatchGraphs:
             owner, _, state = signature = self.order.signature(index)
             if not self.order.serves(index):
                 continue
-            # Also skip calls with parameters that were frozen or unfrozen since recording.
-            if self._states[signature].failed or not owner.differs_only_in_modes(state):
+            if self._states[signature].failed or not owner.differs_only_in_flags(state):
                 self.order.remove(index)
                 continue
-            with owner.with_modes(state):
+            with owner.with_flags(state):
                 self._capture_or_refuse(index, functools.partial(self._capture_forward, index, sample))
 
     def _capture_backwards(self) -> bool:
@@ -233,8 +231,9 @@ class MicrobatchGraphs:
         self._choose_uncopied_gradients()
         complete = True
         for index in reversed(range(len(self.order))):
-            if self.order.pairs[index] is not None:
-                self._capture_or_refuse(index, functools.partial(self._capture_backward, index))
+            if (entry := self.order.pairs[index]) is not None:
+                with entry.owner.with_flags(entry.state):
+                    self._capture_or_refuse(index, functools.partial(self._capture_backward, index))
                 complete &= self.order.pairs[index] is not None or not self._feeds_others(index)
         return complete
 
@@ -258,7 +257,9 @@ class MicrobatchGraphs:
         """
         entries = list(self.entries())
         owners = list(dict.fromkeys(entry.owner for entry in entries))
-        sizes = [sum(parameter.nbytes for parameter in trainable(owner.scope)) for owner in owners]
+        parameters = {owner: [one for entry in entries if entry.owner is owner for one in entry.pair.parameters]
+                      for owner in owners}  # fmt: skip
+        sizes = [sum(one.nbytes for one in {id(one): one for one in parameters[owner]}.values()) for owner in owners]
         forward_nbytes = sum(entry.pair.forward_nbytes for entry in entries)
         copied_bytes = min(COPIED_SHARE * sum(sizes), LOSS_SHARE * forward_nbytes)
         copying = {

@@ -29,6 +29,7 @@ from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal, objects_of
 from graph_cache.training.capture_context import CaptureContext
+from graph_cache.training.changing_values import ChangingValues
 from graph_cache.training.compiled import keeping_history
 from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
 from graph_cache.training.reasons import (
@@ -84,6 +85,7 @@ class TrainingGraphs:
         self._unserved: set[CaptureState] = set()  # those with calls in this step
         self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
         self._object_keys: Counter[tuple[AttachedModule, int]] = Counter()  # signatures that differ in objects only
+        self._changing = ChangingValues(context.stats)
         self._outstanding = 0  # eager and recorded calls that await their backward
         self._running = context.running
 
@@ -203,6 +205,7 @@ class TrainingGraphs:
             return self._eager(attached, args, kwargs, OBJECT, track_backward=True)
         if attached.hooks_inside:
             return self._eager(attached, args, kwargs, HOOKS)
+        self._changing.observe(attached.name, key, is_new=state is None)
         state = self._states.setdefault(signature, CaptureState(self._warmup_steps))
         self._unserved.add(state)
         doubled = functools.partial(self._refuse_double_backward, signature)

@@ -57,7 +57,7 @@ def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureC
         twin = pair.twin(owner, tensors, context)
         context.running.active = True  # attached modules inside run as part of it
         try:
-            with owner.with_modes(entry.state), without_compiling(context.pool.backend), uncached():
+            with owner.with_flags(entry.state), without_compiling(context.pool.backend), uncached():
                 return twin.run_eager(grads)
         finally:
             context.running.active = False

@@ -115,29 +115,59 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()
 
 
-def test_checkpointing_equals_eager_and_is_refused_where_a_graph_cannot_restore_the_rng_state(pool, device):
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("preserve", [True, False])
+def test_checkpointing_replays_and_restores_the_rng_state(pool, device, rate, preserve):
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
-        def __init__(self, preserve):
+        def __init__(self):
             super().__init__()
             self.inner = nn.Sequential(
-                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2 if preserve else 0.0), nn.Linear(WIDTH, WIDTH)
+                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(rate if preserve else 0.0), nn.Linear(WIDTH, WIDTH)
             )
-            self.preserve = preserve
 
         def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.preserve)
+            x = checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=preserve)
+            return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=preserve)
 
-    for preserve, captured in ((True, False), (False, True)):
-        eager, graphed = twins(lambda preserve=preserve: Checkpointed(preserve), device)
-        graphs, stats = attached(graphed, [""], pool)
-        data = batches(5, device, micro=1)
-        assert_same(train(graphed, data), train(eager, data))
-        captured = captured or device.type == "cuda"  # CUDA graphs keep RNG state on the device
-        assert bool(stats.replays) == captured
-        assert bool(stats.failed_captures) != captured
-        graphs.detach()
+    eager, graphed = twins(Checkpointed, device)
+    graphs, stats = attached(graphed, [""], pool)
+    data = batches(5, device, micro=2)
+    assert_same(train(graphed, data), train(eager, data))
+    assert stats.replays and not stats.failed_captures
+    graphs.detach()
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_fork_of_the_generator_replays_unless_it_is_seeded(pool, device, seeded):
+    if device.type == "cuda":
+        pytest.skip("CUDA graphs keep the state of generators on the device")
+
+    class Forked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def noise(self, x):
+            return torch.rand_like(x)
+
+        def forward(self, x):
+            with torch.random.fork_rng(devices=[]):
+                noise = self.noise(x)
+            return self.linear(x) + noise + torch.rand_like(x)
+
+    class Seeded(Forked):
+        def noise(self, x):
+            torch.manual_seed(1)
+            return torch.rand_like(x)
+
+    eager, graphed = twins(Seeded if seeded else Forked, device)
+    graphs, stats = attached(graphed, [""], pool)
+    data = batches(5, device, micro=1)
+    assert_same(train(graphed, data), train(eager, data))
+    assert bool(stats.replays) != seeded
+    graphs.detach()
 
 
 def test_registered_generators_draw_fresh_numbers_even_if_made_under_inference_mode(pool, device):

@@ -262,6 +262,19 @@ def test_a_parameter_frozen_between_two_steps_is_honoured(pool, device):
     assert stats.fallbacks["1", "forward", "unseen_signature"] > 0
 
 
+def test_parameters_frozen_by_turns_replay(pool, device):
+    eager, graphed = twins(mlp, device)
+    _, stats = attached(graphed, ["0", "1", "2"], pool)
+    data = batches(10, device, micro=1)
+    for step in range(10):
+        for model in (eager, graphed):
+            model[1].requires_grad_(step % 2 == 0)
+            model.zero_grad()
+        assert_same(train(graphed, data[step : step + 1]), train(eager, data[step : step + 1]))
+        assert all((one.grad is None) is (step % 2 == 1) for one in graphed[1].parameters())
+    assert stats.replays["1", "module", "forward", 4] == 6
+
+
 def test_a_submodule_in_eval_mode_changes_the_signature(pool, device):
     eager, graphed = twins(mlp, device)
     _, stats = attached(graphed, ["0", "1", "2"], pool)

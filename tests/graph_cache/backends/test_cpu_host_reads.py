@@ -135,3 +135,33 @@ def test_a_refusal_names_the_optimizer_and_the_way_out():
     weight.grad = torch.ones(2)
     with pytest.raises(CaptureRefused, match=r"AdamW\.step\(\).*Step AdamW outside of the captured function"):
         GraphRunner(optimizer.step, GraphPool(backend_for("cpu")), statics=lambda: [weight]).capture()
+
+
+def test_one_hot_with_a_number_of_classes_is_captured_and_still_checks_its_argument():
+    classes, out = torch.tensor([[0, 2]]), torch.zeros(1, 2, 3, dtype=torch.int64)
+    original = torch.nn.functional.one_hot
+
+    def run():
+        out.copy_(torch.nn.functional.one_hot(classes, 3))
+
+    runner = GraphRunner(run, GraphPool(backend_for("cpu")), statics=lambda: [classes, out], inference=False)
+    runner.capture()
+    assert torch.nn.functional.one_hot is original
+    classes.copy_(torch.tensor([[1, 0]]))
+    runner.replay()
+    assert out.tolist() == [[[0, 1, 0], [1, 0, 0]]]
+    for wrong in (3, -1):
+        classes[0, 1] = wrong
+        with pytest.raises(RuntimeError):
+            runner.replay()
+
+
+def test_one_hot_without_a_number_of_classes_is_refused():
+    classes = torch.tensor([0, 2])
+    runner = GraphRunner(
+        lambda: classes.copy_(torch.nn.functional.one_hot(classes).argmax(-1)),
+        GraphPool(backend_for("cpu")),
+        statics=lambda: [classes],
+    )
+    with pytest.raises(CaptureRefused, match="the host reads"):
+        runner.capture()

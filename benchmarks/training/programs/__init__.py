@@ -1,0 +1,1 @@
+"""Ordinary training programs for `benchmarks.training.reach`, in files by theme."""
