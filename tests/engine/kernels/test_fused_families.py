@@ -32,10 +32,11 @@ pytestmark = [
 DTYPE = torch.float32 if INTERPRETED else torch.float16
 VOCAB, LENGTHS, STEPS, PAGE = 320, (19, 3, 1), 2, 16
 SIZES = {} if INTERPRETED else {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+WITH_FACTORS = ("phi3-short", "phi3-long-partial")  # rotary factors, as many as suit the size of their heads
 
 
 def make_model(family: str, dtype: torch.dtype) -> Decoder:
-    config = config_of(family, **SIZES)
+    config = config_of(family, **({} if family in WITH_FACTORS else SIZES))
     [architecture] = [entry.family.architecture for entry in ENTRIES if entry.family.model_type == config.model_type]
     values = json.loads(config.to_json_string(use_diff=False))
     read = config_from_dict({**values, "architectures": [architecture]})
