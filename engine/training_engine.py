@@ -397,7 +397,8 @@ class TrainingEngine:
         is_tower_alone = towers == inner[:1] and self.config.vision_cuda_graph_impl == "none"
         if not inner or is_tower_alone:
             return None
-        return layer_parts(model, self._graph_config.modules, without=towers) or None
+        found = layer_parts(model, self._graph_config.modules, without=towers)
+        return found if found or towers else None
 
     @names_arguments
     def capture_iteration(

@@ -14,7 +14,8 @@ REQUIRED = {
     "version": "v", "role": "user", "content": "a", "token_ids": [1], "new_version": "v", "action": "reset",
     "model_path": "a", "name": "a", "query": "a", "documents": ["a"], "text_1": "a", "text_2": "a",
     "master_address": "a", "master_port": 1, "world_size": 2, "names": ["a"], "dtypes": ["a"], "dtype_names": ["a"],
-    "shapes": [[1]], "init_info": {"master_address": "a", "master_port": 1, "world_size": 2},
+    "shapes": [[1]], "sizes": [1], "ipc_handles_pickled": "a", "serialized_named_tensors": ["a"],
+    "method": "update_weights_ipc", "init_info": {"master_address": "a", "master_port": 1, "world_size": 2},
 }  # fmt: skip
 
 

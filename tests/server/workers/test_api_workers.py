@@ -278,7 +278,7 @@ def test_every_worker_reads_and_cancels_background_responses(server):
             assert text.startswith("event: response.created") and "response.completed" not in text
 
 
-def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
+def test_a_replacement_worker_takes_new_keys_and_is_retried_until_it_can_serve(tiny_model, tmp_path):
     model, keys = tmp_path / "model", tmp_path / "keys"
     shutil.copytree(tiny_model, model)
     keys.write_text("right\n")
@@ -288,12 +288,12 @@ def test_a_replacement_worker_keeps_the_keys_and_is_retried_until_it_can_serve(t
         model.rename(tmp_path / "away")
         os.kill(api_workers(server)[0], signal.SIGKILL)
         wait(lambda: "this API worker can't serve" in (tmp_path / "server.log").read_text(), "a failed worker", 20)
-        url, right = server.url + "/v1/models", {"Authorization": "Bearer right"}
-        assert all(httpx.get(url, headers=right).is_success for _ in range(6))
+        url, another = server.url + "/v1/models", {"Authorization": "Bearer another"}
+        wait(lambda: all(httpx.get(url, headers=another).is_success for _ in range(6)), "the new key", 20)
         (tmp_path / "away").rename(model)
         wait_ready(server)
-        assert all(httpx.get(url, headers=right).is_success for _ in range(6))
-        assert {httpx.get(url, headers={"Authorization": "Bearer another"}).status_code for _ in range(6)} == {401}
+        assert all(httpx.get(url, headers=another).is_success for _ in range(6))
+        assert {httpx.get(url, headers={"Authorization": "Bearer right"}).status_code for _ in range(6)} == {401}
 
 
 def test_a_signal_to_the_process_group_during_startup_exits_cleanly(tiny_model, tmp_path):

@@ -135,6 +135,7 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
     assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nconnection: close\r\n" in answer.lower()
     writer.close()
     await serving
+    listener.close()
 
 
 def test_requests_past_the_drain_limit_are_aborted_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
