@@ -201,6 +201,7 @@ class CapturedIteration:
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         # Leaf tensors that the step trains and that no module has.
         self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._owned: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # when last observed
         self._watch = Watch()
         self._changing = ChangingValues(stats)
         self._ran: Reads | None = None  # code that observed calls executed
@@ -410,6 +411,23 @@ class CapturedIteration:
         found = {id(parameter): parameter for parameter in self._all_parameters()}
         return [parameter for parameter in found.values() if parameter.requires_grad or parameter.grad is not None]
 
+    def _note_owned(self) -> set[int]:
+        """Remember the parameters of all known modules, and those that a module had before as other trained tensors.
+
+        A step may still train a parameter that was replaced, such as one in a list. Return the ids of the parameters.
+        """
+        owned = {
+            id(parameter): parameter
+            for module in self._known_modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        }
+        for identity, parameter in self._owned.items():
+            if identity not in owned:
+                self._leaves[identity] = parameter
+        self._owned = weakref.WeakValueDictionary(owned)
+        return set(owned)
+
     def _add_state(self, signature: IterationSignature) -> CaptureState:
         """Add a signature. If there are too many without a graph, forget those first."""
         waiting = [known for known, state in self._states.items() if not (state.captured or state.failed)]
@@ -498,7 +516,7 @@ class CapturedIteration:
         for module in reads.modules.values():
             self._register_module(module)
         arguments = {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
-        owned = {id(parameter) for module in self._known_modules() for parameter in module._parameters.values()}
+        owned = self._note_owned()
         for leaf in audit.leaves.values():
             storage = storage_of(leaf)
             if id(leaf) not in owned and (storage is None or storage._cdata not in arguments):
@@ -618,6 +636,7 @@ class CapturedIteration:
     ) -> Any:
         """Capture this call and run it: by the capture itself if the backend executes captures, else by a replay."""
         self._pool.trim()  # the graph can't use memory cached by eager steps
+        self._note_owned()
         parameters, seen = self._parameters(), self._observations.get(key, _Observation())
         with torch.inference_mode(False):  # a replay can't write to inference tensors
             captured = _IterationGraph(key, tensors, state)

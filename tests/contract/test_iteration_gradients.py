@@ -339,3 +339,46 @@ def test_a_tensor_that_is_written_in_the_step_and_then_trained_gets_its_gradient
         return (x + delta.requires_grad_()).pow(2)
 
     assert_trained(lambda: torch.full((WIDTH,), 0.3, device=device), use, pool, device)
+
+
+# ---- a parameter that leaves its module ------------------------------------------------------------------------------
+
+
+class HeldTwice(torch.nn.Module):
+    """Multiplies by a weight that a list holds too, so that it is trained after the module has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.held = [self.second.weight]
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.second(torch.tanh(self.first(x))), self.held[0])
+
+
+@pytest.mark.parametrize("clears", ["module", "optimizer", "none"])
+def test_a_replaced_parameter_that_the_step_still_trains_gets_its_gradients(pool, device, clears):
+    def run(wrap):
+        torch.manual_seed(0)
+        model = HeldTwice().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+        def step(x):
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss.detach()
+
+        call, found = wrap(step), []
+        for number in range(12):
+            if number == 6:
+                model.second.weight = model.first.weight
+            if clears != "none":
+                (model if clears == "module" else optimizer).zero_grad()
+            loss = call(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number)).to(device))
+            found.append([loss.clone(), model.held[0].grad.clone(), model.held[0].detach().clone()])
+            optimizer.step()
+        return found
+
+    stats = CacheStats()
+    assert_same(run(lambda step: iteration_of(pool, stats, step)), run(lambda step: step))
+    assert sum(stats.replays.values()) > 2
