@@ -3,7 +3,7 @@
     python examples/grpo_megatron.py                 # about a minute on a CPU, in one process
     python examples/grpo_megatron.py --steps 100
 
-The task and the algorithm are those of examples/grpo.py. The engine runs the GPTModel on the parameters that the
+Task and algorithm are the same as in examples/grpo.py. The engine runs the GPTModel on the parameters that the
 optimizer writes, so an update of the weights is a call of `weights_changed`. A second engine captures the forward and
 backward passes of training in the same pool of memory. No graph is captured again after an update.
 """

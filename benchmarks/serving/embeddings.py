@@ -5,7 +5,7 @@
 Random weights; inputs are token ids, other ones in each call. tokens_per_s: of the median call of `Engine.embed`.
 floor_ms: the longer of the time that the products and attention of the tokens take at the rate of a large product, and
 that of reading the weights at the bandwidth of a copy, both measured first; share_of_floor is that over the call's
-time. --clients adds rows of a server in a process of its own: each client sends one input at a time over a connection
+time. --clients adds rows of a server in another process: each client sends one input at a time over a connection
 that it keeps, base64 vectors, for --seconds.
 """
 
