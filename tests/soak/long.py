@@ -76,12 +76,14 @@ def slow_readers(server: Serving, turn: int, model: Path) -> None:
 
 def kill_engine(server: Serving, turn: int, model: Path) -> None:
     """Kill the engine's process, and wait until another one serves."""
-    os.kill(server.engine_pid, signal.SIGKILL)
+    killed = server.engine_pid
+    os.kill(killed, signal.SIGKILL)
     end = time.monotonic() + 90
     while time.monotonic() < end:
-        with suppress(OSError):
-            server.get("/ready")
-            return
+        with suppress(OSError, ValueError):  # not ready; no engine process now
+            if server.engine_pid != killed:  # the server may not have noticed yet
+                server.get("/ready")
+                return
         time.sleep(0.2)
     raise TimeoutError("no engine was ready within 90 s after its process was killed")
 
