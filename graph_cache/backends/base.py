@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graph_cache.backends.saved_states import SavedStates
 from graph_cache.digest import Digest
 from graph_cache.guards.reference import Reference
 from graph_cache.interrupts import Interrupts
@@ -101,6 +102,9 @@ class Backend(Protocol):
         reference, a backend that can compares a replay with it. Raises CaptureRefused for an operation that a graph
         cannot contain, and CaptureError for anything else. In both cases the device and its flags are restored.
         """
+
+    def saved_states(self) -> SavedStates:
+        """Return what lets the backward of one captured forward set random states that the forward saves."""
 
     def on_capture_stream(self) -> AbstractContextManager:
         """Return a context in which warm-up runs are ordered with captures."""

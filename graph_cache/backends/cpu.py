@@ -18,6 +18,7 @@ from graph_cache.backends.cpu_digest import digest_of
 from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import Tape, TapeRecorder
+from graph_cache.backends.saved_states import SavedStates
 from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.guards.reference import Reference
@@ -69,6 +70,9 @@ class CpuBackend:
 
     def new_memory(self, releasable: bool = False) -> Arena:
         return Arena()
+
+    def saved_states(self) -> SavedStates:
+        return SavedStates()
 
     def on_capture_stream(self) -> AbstractContextManager:
         return nullcontext()

@@ -7,6 +7,7 @@ run on one capture stream into one memory pool, so that graphs share memory the 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from graph_cache.backends.cuda_digest import Node, captured_nodes, digest_of
+from graph_cache.backends.cuda_generators import CudaSavedStates
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.backends.cuda_region import CudaRegion, segments_of
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
@@ -24,7 +26,7 @@ from graph_cache.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_SEED = 0x5EED_CAB7_0DE5_1234  # that no code sets
+CAPTURE_SEEDS = itertools.count(0x5EED_CAB7_0DE5_1234)  # that no code sets
 # Parts of the error texts of the driver (CUDA errors 900 to 908) and PyTorch for what can't be captured.
 REFUSALS = (
     "stream is capturing", "during capture", "capture sequence", "capture was not ended", "capturing stream",
@@ -151,6 +153,9 @@ class CudaBackend:
     def new_memory(self, releasable: bool = False) -> CudaMemory:
         return CudaMemory(self.device, releasable)
 
+    def saved_states(self) -> CudaSavedStates:
+        return CudaSavedStates(self.default_generator)
+
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Order the block after the caller's stream, and the caller's stream after the block."""
@@ -221,13 +226,14 @@ class CudaBackend:
 
     @contextmanager
     def _refusing_seeds(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Give all generators a seed of our own within the block, so that PyTorch refuses others in a capture.
+        """Give all generators a new seed within the block, so that PyTorch refuses others in a capture.
 
         It accepts a seed that a generator has already, and a replay would not begin at that seed again.
         """
         states = [(generator, generator.get_state()) for generator in {self.default_generator, *generators}]
+        seed = next(CAPTURE_SEEDS)
         for generator, _ in states:
-            generator.manual_seed(CAPTURE_SEED)
+            generator.manual_seed(seed)
         try:
             yield
         finally:

@@ -137,6 +137,7 @@ class GraphedCall:
         self._forward_audit = StorageAudit()
         self._pool = pool = context.pool
         self._generators = list(context.generators) if pool.backend.capture_runs else []
+        self._saved_states = pool.backend.saved_states()
         # If a capture does not execute, nothing may execute between the halves either: some kernels save state under
         # capture (RNG state) that only a captured backward can read. The eager warm-up steps have warmed everything up.
         options = {
@@ -185,7 +186,7 @@ class GraphedCall:
         self.reads_saved_tensors = bool(saved) or not is_known
         self.saved_arguments = _indices_in([*self.inputs, *self._leaves], saved)
         self.saved_outputs = _indices_in(self.outputs, saved)
-        self._replay_forward = self._forward_graph.bare_replay
+        self._replay_forward = self._saved_states.around_forward(self._forward_graph.bare_replay)
         self._static_inputs = [(tensor.data_ptr(), tensor.data) for tensor in self.inputs]
         if self._backward_key is None or len(self._backward_key.strides) != len(self.differentiable):
             strides = tuple([torch.ones_like(self.outputs[index]).stride() for index in self.differentiable])
@@ -259,7 +260,7 @@ class GraphedCall:
             *self._with_dummy_grads(self.parameter_grads),
             *self.repeated_grads,
         ]
-        self._replay_backward = self._backward_graph.bare_replay
+        self._replay_backward = self._saved_states.around_backward(self._backward_graph.bare_replay)
         self._static_grad_outputs = [
             (index, static.data_ptr(), static)
             for (index, _), static in zip(self.used_outputs(), self.grad_outputs, strict=True)
@@ -276,6 +277,7 @@ class GraphedCall:
         hooks = TensorHooks([*inputs, *self._aliases.trainable])
         with (
             self._recreate_ambient_state(self.key.ambient_state),
+            self._saved_states.forward(),
             modes_as(self.key.autocast, self.key.settings),
             self._aliases,
             refuse_side_effects(
@@ -345,7 +347,7 @@ class GraphedCall:
             backward_ran=self._backward_ran,
             functions=functions_of(outputs),
         )
-        with self._refuse_nested_backward(), changes as reads, modes, writing:
+        with self._refuse_nested_backward(), self._saved_states.backward(), changes as reads, modes, writing:
             self.input_grads, grads, self.repeated_grads = self._differentiate(outputs, self.grad_outputs)
         self.backward_reads = reads
         added = [getattr(leaf, ADDED, False) for leaf in leaves]
@@ -493,9 +495,10 @@ class GraphedCall:
             if hasattr(leaf, ADDED):
                 setattr(leaf, ADDED, False)
         used = [index for index in self.differentiable if grads[index] is not None]
-        of_inputs, of_parameters, of_repeated = self._differentiate(
-            [self.outputs[index] for index in used], [grad for grad in grads if grad is not None]
-        )
+        with self._saved_states.eager_backward():
+            of_inputs, of_parameters, of_repeated = self._differentiate(
+                [self.outputs[index] for index in used], [grad for grad in grads if grad is not None]
+            )
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
             if getattr(leaf, ADDED, False):
                 setattr(parameter, ADDED, True)

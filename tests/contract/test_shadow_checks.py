@@ -225,7 +225,7 @@ def test_a_key_whose_memory_is_too_large_to_copy_stays_unchecked(device, monkeyp
     x = inputs(device)
     for _ in range(3):
         assert torch.equal(run(x), x.cos())
-    assert outcomes(cache) == {"unchecked": 1} and row(cache)["shadow"] == "unchecked"
+    assert set(outcomes(cache)) == {"unchecked"} and row(cache)["shadow"] == "unchecked"
 
 
 def test_a_recaptured_key_is_checked_again(device):

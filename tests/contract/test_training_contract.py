@@ -139,6 +139,86 @@ def test_checkpointing_replays_and_restores_the_rng_state(pool, device, rate, pr
     graphs.detach()
 
 
+class CheckpointedLayer(nn.Module):
+    """A checkpoint that draws random numbers, with an output that some callers don't use."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.3))
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        hidden = checkpoint(self.inner, x, use_reentrant=False)
+        return hidden, hidden.sum()
+
+
+class Checkpoints(nn.Module):
+    """Several checkpoints, with other random numbers between their forwards and their backwards."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.layers = nn.ModuleList(CheckpointedLayer() for _ in range(3))
+        self.uses_sums, self.between = True, between
+
+    def forward(self, x):
+        total = 0.0
+        for layer in self.layers:
+            x, part = layer(x)
+            total = total + part if self.uses_sums else total
+        self.between(x)
+        return x + total
+
+
+BETWEEN = {
+    "nothing": lambda x: None,
+    "draws": lambda x: torch.rand(3, device=x.device),
+    "seeds": lambda x: torch.manual_seed(7),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_backwards_of_several_checkpoints_draw_the_numbers_of_their_forwards(pool, device, between):
+    eager, graphed = twins(lambda: Checkpoints(BETWEEN[between]), device)
+    graphs, stats = attached(graphed, ["layers.0", "layers.1", "layers.2"], pool)
+    data = batches(6, device, micro=2)
+    assert_same(train(graphed, data[:4]), train(eager, data[:4]))
+    assert sum(stats.replays.values()) == 2 * 2 * 3 and not stats.failed_captures
+    for model in (eager, graphed):  # replayed forwards with backwards that no graph has: these run eager
+        model.uses_sums = False
+    assert_same(train(graphed, data[4:]), train(eager, data[4:]))
+    assert stats.fallbacks["layers.0", "backward", "other_backward"] == 2 * 2
+    graphs.detach()
+
+
+def test_a_backward_that_draws_beside_a_checkpoint_stays_eager(pool, device):
+    from torch.utils.checkpoint import checkpoint
+
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + torch.rand_like(grad)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+
+        def forward(self, x):
+            return Noise.apply(checkpoint(self.inner, Noise.apply(x), use_reentrant=False))
+
+    eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Both()), device)
+    graphs, stats = attached(graphed, ["1"], pool)
+    data = batches(5, device, micro=2)
+    assert_same(train(graphed, data), train(eager, data))
+    assert not stats.replays and stats.fallbacks["1", "forward", "capture_failed"]
+    graphs.detach()
+
+
 @pytest.mark.parametrize("seeded", [True, False])
 def test_a_fork_of_the_generator_replays_unless_it_is_seeded(pool, device, seeded):
     if device.type == "cuda":
