@@ -91,6 +91,9 @@ def test_a_router_knows_what_is_cached_through_evictions_aborts_and_updates(
         elif turn % 13 == 12:
             loop.reset_prefix_cache()
         router.receive_all(0.05)
+        deadline = time.monotonic() + 10  # for the publisher's thread on a busy machine
+        while len(router.view.blocks) != len(loop.prefix_cache) and time.monotonic() < deadline:
+            router.receive_all(0.1)
         assert len(router.view.blocks) == len(loop.prefix_cache), f"turn {turn}"
         for prompt in [*prompts, *prefixes]:
             for one in ("", "tenant"):

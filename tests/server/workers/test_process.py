@@ -40,7 +40,7 @@ def started(start: Serve, model: Path, *arguments: str) -> tuple[subprocess.Pope
     while not lines or "serving " not in lines[-1]:
         lines.append(process.stderr.readline())
         assert lines[-1], "".join(lines)
-    return process, re.search(r"http://127\.0\.0\.1:\d+", lines[0]).group()
+    return process, re.search(r"http://127\.0\.0\.1:\d+", "".join(lines)).group()
 
 
 @pytest.fixture
