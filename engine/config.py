@@ -17,10 +17,10 @@ from engine.kv_events_config import KVEventsConfig
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import DEFAULT_MAX_IMAGES, VisionSettings, vision_settings
 from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
-from graph_cache.buckets import Buckets
 from graph_cache.config import DEFAULT_SHARE, GraphConfig
+from graph_cache.core.buckets import Buckets
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
+from graph_cache.utils.validation import NamesFields, did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 QUANTIZATIONS = ("fp8", "int8", "int4")

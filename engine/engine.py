@@ -34,8 +34,8 @@ from engine.text.scoring import Scoring, cosine, pairs_of
 from engine.text.tokenizer import Tokenizer
 from engine.training_engine import TrainingEngine
 from engine.utils.progress import Progress
-from graph_cache.pool import GraphPool
-from graph_cache.validation import names_arguments
+from graph_cache.core.pool import GraphPool
+from graph_cache.utils.validation import names_arguments
 
 PROGRESS_DELAY = 2.0  # seconds of generation before its progress is shown
 _EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"

@@ -25,17 +25,17 @@ from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
 from graph_cache.backends import backend_for
-from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
-from graph_cache.digest import Digest
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.guards.library_state import is_of_transformer_engine
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.ambient_state import AmbientState, combined
 from graph_cache.training.attached import FORWARD, Attachment, Part, is_data_parallel
 from graph_cache.training.capture_context import CaptureContext, Running
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.modules import TrainingGraphs
-from graph_cache.validation import names_arguments
+from graph_cache.utils.cpu_threads import ThreadTuner, threads_are_unset
+from graph_cache.utils.digest import Digest
+from graph_cache.utils.validation import names_arguments
 
 if TYPE_CHECKING:
     from graph_cache.adapters.megatron.dropless import DroplessExperts  # imports megatron

@@ -34,7 +34,7 @@ from engine.protocol.messages import ModelInfo
 from engine.protocol.outputs import CompletionOutput, RequestOutput, Sample
 from engine.protocol.request import SamplingParams, check_prompt_ids, mix64, split_n
 from engine.text.tokenizer import Tokenizer
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 try:
     from engine.integrations.local_ray import start_ray  # before Ray

@@ -17,8 +17,8 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from graph_cache.errors import GraphError
-from graph_cache.layout import copy_of
 from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.utils.layout import copy_of
 
 
 class Lease:

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from graph_cache.backends.base import Memory
-from graph_cache.digest import Digest
+from graph_cache.core.runner import GraphRunner
+from graph_cache.core.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.errors import CaptureRefused
 from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.search import objects_with_tensors
 from graph_cache.guards.torch_settings import NO_AUTOCAST
-from graph_cache.layout import copy_into, copy_of, distinct
-from graph_cache.runner import GraphRunner
-from graph_cache.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.training.attached import AttachedModule, is_data_parallel
 from graph_cache.training.call import (
     BackwardKey,
@@ -53,6 +51,8 @@ from graph_cache.training.gradients import (
 from graph_cache.training.parameter_aliases import ADDED, MainGrads, ParameterAliases, trainable
 from graph_cache.training.reasons import OTHER_BACKWARD
 from graph_cache.training.side_effects import TensorHooks, made_objects, refuse_backward_changes, refuse_side_effects
+from graph_cache.utils.digest import Digest
+from graph_cache.utils.layout import copy_into, copy_of, distinct
 
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
 

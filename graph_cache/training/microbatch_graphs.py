@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.capture_state import CaptureState
+from graph_cache.core.capture_state import CaptureState
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.layout import distinct
 from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import BackwardKey, CallKey, Expected, as_kind, is_sparse
 from graph_cache.training.capture_context import CaptureContext
@@ -28,6 +27,7 @@ from graph_cache.training.gradients import MAX_USES
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.replay_order import ReplayOrder
 from graph_cache.training.shared_inputs import RecordedInputs, SharedInput
+from graph_cache.utils.layout import distinct
 
 logger = logging.getLogger(__name__)
 

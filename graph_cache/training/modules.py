@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import CAPTURE_FAILED, STALE, WARMING_UP
+from graph_cache.core.shadow import DIFFERS, NOT_DETERMINISTIC, listed
 from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.guards.parametrizations import is_cached, uncached
 from graph_cache.guards.search import objects_with_tensors
 from graph_cache.guards.torch_settings import modes_active, records_gradients
-from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
-from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, listed
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal, objects_of

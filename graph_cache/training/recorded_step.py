@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graph_cache.capture_state import CaptureState
-from graph_cache.guards.addresses import AddressBook
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.capture_state import CaptureState
 from graph_cache.guards.watch import ReadTensors
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling

@@ -15,7 +15,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.config import ServerConfig
 
 PREFIX = "ENCORE_"

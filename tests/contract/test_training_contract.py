@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import register_dataclass
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from graph_cache.runner import GraphRunner
-from graph_cache.stats import CacheStats
+from graph_cache.core.runner import GraphRunner
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.iteration import CapturedIteration
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, train, twins

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration

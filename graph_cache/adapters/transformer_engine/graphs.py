@@ -22,11 +22,11 @@ from graph_cache.adapters.transformer_engine.maker import CapturePlan, GraphSet,
 from graph_cache.adapters.transformer_engine.order import GraphSlots, max_outstanding
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH, PreservedState
 from graph_cache.adapters.transformer_engine.samples import CapturedLayer, choose_samples, static_inputs
-from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import STALE, WARMING_UP
 from graph_cache.errors import CaptureError, GraphConfigError
-from graph_cache.guards.addresses import AddressBook
 from graph_cache.guards.torch_settings import records_gradients
-from graph_cache.keys import STALE, WARMING_UP
 from graph_cache.training.attached import Hook, Part, Watched
 from graph_cache.training.autograd import Lease
 from graph_cache.training.call import Result, flatten_call

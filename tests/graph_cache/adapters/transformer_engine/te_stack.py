@@ -7,8 +7,8 @@ from torch import nn
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Part
 from graph_cache.training.capture_context import CaptureContext
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker

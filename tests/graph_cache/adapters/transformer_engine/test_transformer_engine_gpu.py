@@ -18,9 +18,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs  # noqa: E402
 from graph_cache.backends import backend_for  # noqa: E402
+from graph_cache.core.pool import GraphPool  # noqa: E402
+from graph_cache.core.stats import CacheStats  # noqa: E402
 from graph_cache.errors import GraphConfigError, GraphError  # noqa: E402
-from graph_cache.pool import GraphPool  # noqa: E402
-from graph_cache.stats import CacheStats  # noqa: E402
 from graph_cache.training.capture_context import CaptureContext  # noqa: E402
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.core.buffers import BATCH, BufferSpec, StaticBuffers
 from graph_cache.errors import GraphConfigError, SignatureMismatch
 
 SPECS = {

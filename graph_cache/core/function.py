@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graph_cache.guards.addresses import AddressBook
+from graph_cache.core.addresses import AddressBook
 from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads

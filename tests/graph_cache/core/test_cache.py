@@ -24,8 +24,8 @@ from graph_cache import (
 )
 from graph_cache.backends import cpu as cpu_backend
 from graph_cache.backends.cpu import CpuBackend
+from graph_cache.core.pool import GraphPool
 from graph_cache.errors import CaptureError
-from graph_cache.pool import GraphPool
 
 WIDTH = 4
 INPUT = {"x": BufferSpec((BATCH, WIDTH), torch.float32)}

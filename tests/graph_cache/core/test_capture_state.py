@@ -8,10 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graph_cache.capture_state import CaptureState, CaptureStatus
-from graph_cache.digest import Digest
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import REASONS
 from graph_cache.errors import CaptureRefused, GraphError
-from graph_cache.keys import REASONS
+from graph_cache.utils.digest import Digest
 
 CAUSES = (CaptureStatus.STALE, CaptureStatus.EVICTED)
 WARMUPS = st.integers(0, 4)

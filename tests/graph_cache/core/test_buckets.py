@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_cache.buckets import MAX_BUCKETS, Buckets, default_ladder
+from graph_cache.core.buckets import MAX_BUCKETS, Buckets, default_ladder
 from graph_cache.errors import GraphConfigError
 
 

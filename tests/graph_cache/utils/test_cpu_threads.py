@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from engine import Engine, EngineConfig
 from graph_cache import BATCH, BufferSpec, GraphCache
-from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
+from graph_cache.utils.cpu_threads import ThreadTuner, threads_are_unset
 
 STEP = 0.02  # seconds of one thread
 
@@ -108,7 +108,7 @@ def test_threads_that_wait_for_each_other_on_an_idle_machine_cost_few_trials(thr
 
 def test_all_threads_are_used_again_when_the_other_processes_have_ended(threads, caplog):
     threads(2)
-    caplog.set_level(logging.INFO, "graph_cache.cpu_threads")
+    caplog.set_level(logging.INFO, "graph_cache.utils.cpu_threads")
     machine = Machine(2, busy=2)
     tuner = machine.tuner()
     while machine.now < 60:
@@ -297,7 +297,7 @@ def test_training_is_tuned_only_where_nothing_sets_the_number(threads, api, monk
     threads(2)
     # steps in which the thread never runs: the machine is always busy
     monkeypatch.setattr("time.thread_time", lambda: 0.0)
-    monkeypatch.setattr("graph_cache.cpu_threads.STALLED_SECONDS", 0.0)
+    monkeypatch.setattr("graph_cache.utils.cpu_threads.STALLED_SECONDS", 0.0)
     assert trained() == {1, 2}  # trials ran steps with one thread
     assert torch.get_num_threads() == 2
     assert trained(num_threads=2) == {2}

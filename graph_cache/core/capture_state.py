@@ -21,9 +21,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from graph_cache.digest import Digest
+from graph_cache.core.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMING_UP
 from graph_cache.errors import GraphError
-from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, STALE, WARMING_UP
+from graph_cache.utils.digest import Digest
 
 
 class CaptureStatus(enum.Enum):

@@ -14,15 +14,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graph_cache.buckets import Buckets
-from graph_cache.buffers import StaticBuffers
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.buffers import StaticBuffers
+from graph_cache.core.function import FunctionState
+from graph_cache.core.keys import GraphKey, Plan, Variant, freeze_variant
+from graph_cache.core.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.errors import CaptureRefused, GraphConfigError
-from graph_cache.guards.addresses import AddressBook
-from graph_cache.guards.function import FunctionState
 from graph_cache.guards.rows import RowCheck, check_rows, other_padding
 from graph_cache.guards.torch_settings import free_frames
-from graph_cache.keys import GraphKey, Plan, Variant, freeze_variant
-from graph_cache.shadow import Bytes, Whole, WrittenMemory
 
 logger = logging.getLogger(__name__)
 

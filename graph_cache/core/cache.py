@@ -23,16 +23,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from graph_cache.backends import backend_for
-from graph_cache.buckets import Buckets
-from graph_cache.buffers import BufferSpec, StaticBuffers
-from graph_cache.capture_state import CaptureState, CaptureStatus
 from graph_cache.config import GraphConfig
-from graph_cache.digest import Digest
-from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
-from graph_cache.guards.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
-from graph_cache.guards.function import FunctionState
-from graph_cache.guards.torch_settings import free_frames, modes_active
-from graph_cache.keys import (
+from graph_cache.core.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.buffers import BufferSpec, StaticBuffers
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.function import FunctionState
+from graph_cache.core.keys import (
     ABOVE_MAX,
     CAPTURE_FAILED,
     GRAPHS_OFF,
@@ -47,14 +44,17 @@ from graph_cache.keys import (
     Variant,
     freeze_variant,
 )
-from graph_cache.layout import replica_of
-from graph_cache.manifest import Manifest
-from graph_cache.pool import GraphPool
-from graph_cache.runner import GraphRunner
-from graph_cache.shadow import CheckedCall, Shadow, ShadowChecks
-from graph_cache.site import Site
-from graph_cache.stats import CacheStats
-from graph_cache.validation import names_arguments
+from graph_cache.core.manifest import Manifest
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.runner import GraphRunner
+from graph_cache.core.shadow import CheckedCall, Shadow, ShadowChecks
+from graph_cache.core.site import Site
+from graph_cache.core.stats import CacheStats
+from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
+from graph_cache.guards.torch_settings import free_frames, modes_active
+from graph_cache.utils.digest import Digest
+from graph_cache.utils.layout import replica_of
+from graph_cache.utils.validation import names_arguments
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from graph_cache.core.keys import GraphKey, Variant
 from graph_cache.errors import ManifestError
-from graph_cache.keys import GraphKey, Variant
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 VERSION = 1
 ROWS_METRIC = "encore_graph_batch_rows_total"  # labels: site, phase, rows; counts steps by real rows

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_cache.backends.cpu import CpuBackend
+from graph_cache.core.host_ring import HostRing
 from graph_cache.errors import GraphError
-from graph_cache.host_ring import HostRing
 
 
 def ring(depth=2, rows=4, shape=()):

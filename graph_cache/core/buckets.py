@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 # Upper limits that catch typos such as "1-1000000", which no warm-up could capture.
 MAX_SIZE = 1 << 20

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from graph_cache.backends.base import Backend
 from graph_cache.config import DEFAULT_SHARE
+from graph_cache.core.keys import GraphKey
+from graph_cache.core.stats import CacheStats
 from graph_cache.guards.values import raw_bits
-from graph_cache.keys import GraphKey
-from graph_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = textwrap.dedent(
     """
     import torch
     import triton
     import triton.language as tl
 
-    from graph_cache.buffers import BufferSpec
-    from graph_cache.cache import GraphCache
+    from graph_cache.core.buffers import BufferSpec
+    from graph_cache.core.cache import GraphCache
 
     @triton.jit
     def scale(x, y, factor, size, BLOCK: tl.constexpr):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.guards.addresses import GEOMETRY_PARTS, PARTS, AddressBook
+from graph_cache.core.addresses import GEOMETRY_PARTS, PARTS, AddressBook
 
 
 def model():
@@ -102,7 +102,7 @@ def _timed(call):
 
 
 def test_partial_checks_together_find_every_move():
-    from graph_cache.guards.addresses import PARTS
+    from graph_cache.core.addresses import PARTS
 
     table = {str(index): torch.ones(2) for index in range(10)}
     book = AddressBook()

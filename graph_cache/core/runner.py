@@ -13,12 +13,12 @@ from typing import NoReturn
 import torch
 
 from graph_cache.backends.base import CapturedGraph, Memory
-from graph_cache.digest import Digest
+from graph_cache.core.pool import GraphPool
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.guards.audit import StorageAudit
 from graph_cache.guards.reference import Reference
 from graph_cache.guards.torch_settings import free_frames
-from graph_cache.pool import GraphPool
+from graph_cache.utils.digest import Digest
 
 
 class RunnerState(enum.Enum):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from graph_cache.core.signature import Signature, TensorSignature
+from graph_cache.core.thread_owner import ThreadOwner
 from graph_cache.errors import GraphConfigError, GraphError
-from graph_cache.signature import Signature, TensorSignature
-from graph_cache.thread_owner import ThreadOwner
 
 BATCH = "batch"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graph_cache.core.signature import Signature
 from graph_cache.errors import SignatureMismatch
-from graph_cache.signature import Signature
 
 TENSORS = {"x": torch.zeros(2, 3), "ids": torch.zeros(2, dtype=torch.int64)}
 

@@ -12,8 +12,8 @@ import torch
 
 from graph_cache import GraphRunner
 from graph_cache.backends.cpu import CpuBackend
+from graph_cache.core.pool import GraphPool
 from graph_cache.errors import CaptureError
-from graph_cache.pool import GraphPool
 
 
 @pytest.fixture

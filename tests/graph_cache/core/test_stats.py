@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graph_cache import BATCH, BufferSpec, GraphCache
-from graph_cache.stats import CAPTURE_SECONDS_BOUNDS, EXACT_ROWS, CacheStats
+from graph_cache.core.stats import CAPTURE_SECONDS_BOUNDS, EXACT_ROWS, CacheStats
 
 
 def test_a_batch_counts_its_rows_and_its_padding_apart():

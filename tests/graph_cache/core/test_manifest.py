@@ -9,9 +9,9 @@ import os
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from graph_cache.core.keys import GraphKey
+from graph_cache.core.manifest import VERSION, Manifest, histogram_from_metrics
 from graph_cache.errors import ManifestError
-from graph_cache.keys import GraphKey
-from graph_cache.manifest import VERSION, Manifest, histogram_from_metrics
 from graph_cache.tuning.tuner import tune
 
 STATICS = (("causal", True), ("name", "x"), ("scale", 0.5), ("width", 128), ("window", None))
