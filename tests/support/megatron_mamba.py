@@ -1,4 +1,4 @@
-"""CPU support for hybrid models: a Mamba-2 mixer and a stack of Mamba, attention, MLP and MoE layers in plain torch.
+"""Hybrid models on a CPU: a Mamba-2 mixer and a stack of Mamba, attention, MLP and MoE layers in plain torch.
 
 Megatron's MambaMixer needs mamba-ssm and a GPU. The layers around the mixer are Megatron's. Needs megatron-core 0.16;
 its final norm needs Transformer Engine, so build the model with `post_process=False`.
