@@ -32,7 +32,7 @@ from engine.protocol.sleep import KV_CACHE, parts_of_level
 from engine.text.bad_words import bad_word_ids
 from engine.text.scoring import Scoring, cosine, pairs_of
 from engine.text.tokenizer import Tokenizer
-from engine.training_engine import TrainingEngine
+from engine.training.engine import TrainingEngine
 from engine.utils.progress import Progress
 from graph_cache.core.pool import GraphPool
 from graph_cache.utils.validation import names_arguments
@@ -47,7 +47,7 @@ class Engine:
     Threads may call it at the same time: their requests run in the same batches.
 
     `Engine(config)` loads the model; use it in a `with` block or call `close()`. Raises ConfigError or ModelError. With
-    `mode="training"` it returns a TrainingEngine instead (`engine/training_engine.py`), which may share the `pool` of
+    `mode="training"` it returns a TrainingEngine instead (`engine/training/engine.py`), which may share the `pool` of
     an inference engine.
 
     `model`: a Megatron-Core GPTModel to serve on its own parameters, instead of loading one. `config.model`, if set,

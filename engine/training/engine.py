@@ -19,8 +19,8 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.recorded_outputs import RecordedOutputs, Recording, is_recording_hook, records_outputs
-from engine.vision.towers import is_transformers
+from engine.training.recorded_outputs import RecordedOutputs, Recording, is_recording_hook, records_outputs
+from engine.training.vision.towers import is_transformers
 from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
@@ -227,7 +227,7 @@ class TrainingEngine:
             raise ConfigError(
                 "vision_cuda_graph_impl='transformer_engine' captures Megatron-Core's encoders: use 'local' here"
             )
-        from engine.vision.towers import layer_parts, towers_of
+        from engine.training.vision.towers import layer_parts, towers_of
 
         parts = [
             part
@@ -248,9 +248,9 @@ class TrainingEngine:
             from graph_cache.adapters.megatron.vision_padding import padded_encoders  # imports megatron
 
             return list(padded_encoders(models, vision, self._count_eager))
-        from engine.vision.image_batches import PaddedImageBatches, takes_images_of_one_size
-        from engine.vision.padding import PaddedImages
-        from engine.vision.towers import is_packed_tower, towers_of
+        from engine.training.vision.image_batches import PaddedImageBatches, takes_images_of_one_size
+        from engine.training.vision.padding import PaddedImages
+        from engine.training.vision.towers import is_packed_tower, towers_of
 
         found: list[CallAdapter] = []
         for path, tower in (one for model in models for one in towers_of(model)):
@@ -390,7 +390,7 @@ class TrainingEngine:
         wrapped = is_data_parallel(model) and isinstance(getattr(model, "module", None), nn.Module)
         if hasattr(model.module if wrapped else model, "cuda_graph_modules"):
             return None
-        from engine.vision.towers import layer_parts, towers_of
+        from engine.training.vision.towers import layer_parts, towers_of
 
         towers = [tower for _, tower in towers_of(model)]
         inner = [module for module in model.modules() if is_transformers(module)]

@@ -1,4 +1,4 @@
-"""One of two processes for test_training_ddp.py that all-reduce gradients inside a captured iteration.
+"""One of two processes for test_ddp.py that all-reduce gradients inside a captured iteration.
 
 Prints the number of graphs, the failed captures, and whether the failure names the collective.
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from engine.vision.padding import cut_rows
+from engine.training.vision.padding import cut_rows
 from graph_cache.adapters.megatron.vision import ABOVE_LARGEST
 
 ARGUMENT_PER_IMAGE = "argument_per_image"

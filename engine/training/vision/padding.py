@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import vision_utils
 from transformers.utils import ModelOutput
 
-from engine.vision.towers import interpolates, is_windowed
-from engine.vision.varlen_attention import register
+from engine.training.vision.towers import interpolates, is_windowed
+from engine.training.vision.varlen_attention import register
 from graph_cache.adapters.megatron.vision import ABOVE_LARGEST, TOO_MANY_IMAGES
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from engine import Engine, EngineConfig
-from engine.vision.image_batches import PaddedImageBatches, takes_images_of_one_size
+from engine.training.vision.image_batches import PaddedImageBatches, takes_images_of_one_size
 
 SIDE, PATCH = 16, 4
 PATCHES = (SIDE // PATCH) ** 2

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import outputs_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def outputs_of_two(worker, tmp_path, *extra):

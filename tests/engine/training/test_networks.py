@@ -8,7 +8,7 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.training_engine import TrainingEngine
+from engine.training.engine import TrainingEngine
 
 WIDTH, STEPS = 8, 8
 

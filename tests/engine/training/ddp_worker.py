@@ -1,4 +1,4 @@
-"""One rank of a DistributedDataParallel job for test_training_ddp.py: compares eager and graphed training.
+"""One rank of a DistributedDataParallel job for test_ddp.py: compares eager and graphed training.
 
 `python ddp_worker.py RANK WORLD FILE WHAT [cuda]`; prints "same" and the number of replays, or fails. WHAT is attached:
 `layers` of the wrapped model, the `default` of the wrapper, or the `wrapper` itself, which is refused.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig
-from tests.engine.test_training_transformers import (
+from tests.engine.training.test_transformers import (
     bamba,
     build,
     ids_of,

@@ -17,8 +17,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from engine import Engine, EngineConfig
 from engine.errors import ConfigError
-from engine.vision.padding import PaddedImages
-from engine.vision.towers import is_packed_tower
+from engine.training.vision.padding import PaddedImages
+from engine.training.vision.towers import is_packed_tower
 from graph_cache.errors import GraphConfigError
 
 BUDGETS, MAX_IMAGES = (64, 128, 192), 4
