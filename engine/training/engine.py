@@ -596,9 +596,9 @@ def _attachment_of(models: Sequence[nn.Module], parts: Sequence[Part]) -> Attach
 
         kinds.append(Fp8AmbientState())
     if not records_outputs() or not any(map(is_transformers, modules)):
-        return Attachment(parts, surroundings=combined(kinds))
+        return Attachment(parts, ambient=combined(kinds))
     carried = [part._replace(carry=RecordedOutputs()) for part in parts]
-    return Attachment(carried, fired=is_recording_hook, surroundings=combined([Recording(), *kinds]))
+    return Attachment(carried, fired=is_recording_hook, ambient=combined([Recording(), *kinds]))
 
 
 def _generators_of(model: nn.Module) -> list[torch.Generator]:

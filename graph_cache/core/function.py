@@ -24,7 +24,7 @@ from graph_cache.guards.quantizers import Quantizers
 from graph_cache.guards.refusals import iterators_read
 from graph_cache.guards.search import ANY_CODE
 from graph_cache.guards.torch_settings import autocast_state, settings
-from graph_cache.guards.watch import ReadTensors, Versions, hooks_of
+from graph_cache.guards.watch import ReadTensors, ValueVersions, hooks_of
 
 
 class FunctionState:
@@ -54,7 +54,7 @@ class FunctionState:
         self._addresses = addresses
         self._generators = tuple(generators)
         self._ran: Reads | None = None
-        self._versions = Versions(self._modules)
+        self._versions = ValueVersions(self._modules)
         self._outside: dict[int, torch.UntypedStorage] = {}  # memory that graphs read, kept alive
         self._quantized = list(filter(is_of_transformer_engine, self._modules))
         self._quantizers: list[Quantizers] = []  # what graphs read of these

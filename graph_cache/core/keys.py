@@ -45,19 +45,19 @@ class GraphKey:
     scope: str
     phase: str
     bucket: int
-    statics: Variant = ()
+    variant: Variant = ()
     _spelled: str = field(init=False, repr=False)  # distinguishes 1, 1.0 and True, which compare equal
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_spelled", repr(self.statics))
+        object.__setattr__(self, "_spelled", repr(self.variant))
 
     @property
-    def variant(self) -> Variant:
-        """The variant; the field keeps its older name `statics`."""
-        return self.statics
+    def statics(self) -> Variant:
+        """The earlier name of `variant`."""
+        return self.variant
 
     def __str__(self) -> str:
-        values = "".join(f",{name}={value}" for name, value in self.statics)
+        values = "".join(f",{name}={value}" for name, value in self.variant)
         return f"{self.site}[{self.scope},{self.phase},{self.bucket}{values}]"
 
 
@@ -75,12 +75,12 @@ class Plan:
     bucket: int | None
     key: GraphKey | None
     reason: str | None
-    statics: Variant = ()
+    variant: Variant = ()
 
     @property
-    def variant(self) -> Variant:
-        """The variant; the field keeps its older name `statics`."""
-        return self.statics
+    def statics(self) -> Variant:
+        """The earlier name of `variant`."""
+        return self.variant
 
     @property
     def is_graph(self) -> bool:

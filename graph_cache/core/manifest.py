@@ -86,11 +86,11 @@ class Manifest:
             raise ManifestError(f"manifest {path} is damaged ({error!r}): give a saved manifest") from error
         return manifest
 
-    def observe(self, site: str, phase: str, rows: int, statics: Variant = (), count: int = 1) -> None:
+    def observe(self, site: str, phase: str, rows: int, variant: Variant = (), count: int = 1) -> None:
         """Count `count` steps with `rows` real rows, run from a graph or eager."""
-        counts = self._rows.get((site, phase, statics))
+        counts = self._rows.get((site, phase, variant))
         if counts is None:
-            counts = self._rows[site, phase, statics] = Counter()
+            counts = self._rows[site, phase, variant] = Counter()
         counts[rows] += count
 
     def replayed(self, key: GraphKey, count: int = 1) -> None:

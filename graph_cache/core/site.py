@@ -109,9 +109,9 @@ class Site:
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
         self._unbatched: set[tuple[Variant, int]] = set()  # output leaves that are not batched: some bucket differed
 
-    def key(self, bucket: int, statics: Variant) -> GraphKey:
+    def key(self, bucket: int, variant: Variant) -> GraphKey:
         """Return the key of this site's graph for a bucket and keyword values."""
-        return GraphKey(self.name, self.scope, self.phase, bucket, statics)
+        return GraphKey(self.name, self.scope, self.phase, bucket, variant)
 
     def warm_keys(self) -> list[GraphKey]:
         """Return every key captured ahead, largest bucket first."""
@@ -132,9 +132,9 @@ class Site:
             calls.append(body)
         return calls
 
-    def serves(self, statics: Variant) -> bool:
+    def serves(self, variant: Variant) -> bool:
         """Return whether these keyword values, including their types, are among the variants."""
-        return repr(statics) in map(repr, self.variants)
+        return repr(variant) in map(repr, self.variants)
 
     @contextmanager
     def modes(self) -> Iterator[None]:

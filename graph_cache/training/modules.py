@@ -73,7 +73,7 @@ class TrainingGraphs:
     """
 
     def __init__(self, context: CaptureContext, *, warmup_rounds: int = 3):
-        self.job = context
+        self.context = context
         self.stats = context.stats
         self.modules: list[AttachedModule] = []
         self._watched = Watched(())
@@ -100,8 +100,8 @@ class TrainingGraphs:
         duplicates = [part.name for part in attachment.parts if counts[part.module, part.method] > 1]
         if duplicates:
             raise GraphConfigError(f"{', '.join(duplicates)} name the same module: name it once")
-        found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
-        call = OneThread(self.job.pool, self.stats).calls(self._call)
+        found = [AttachedModule(part, attachment.fired, attachment.ambient) for part in attachment.parts]
+        call = OneThread(self.context.pool, self.stats).calls(self._call)
         for attached in found:
             attached.take_over(call, functools.partial(self._count_compiled, attached.name))
             self.modules.append(attached)
@@ -127,7 +127,7 @@ class TrainingGraphs:
         self._unserved.clear()
         self._doubled.clear()
         self._object_keys.clear()
-        self.job.pool.trim()
+        self.context.pool.trim()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class TrainingGraphs:
                 if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
-                if tensors is not None and (entry.checked or not self.job.checks):
+                if tensors is not None and (entry.checked or not self.context.checks):
                     return self._replay(graphs, index, entry, tensors)
         return self._dispatch(attached, args, kwargs)
 
@@ -178,12 +178,12 @@ class TrainingGraphs:
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
         step_begins = self.outstanding == 0 and self._begin_step()
-        if step_begins and self.job.threads is not None:
+        if step_begins and self.context.threads is not None:
             shapes = tuple([tensor.shape for tensor in tensors])
-            self.job.threads.begin((attached.name, shapes, len(self._recorded_steps)))
+            self.context.threads.begin((attached.name, shapes, len(self._recorded_steps)))
         if not attached.has_same_parameters():
             return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
-        if reason := input_refusal(tensors, self.job.pool.backend.device):
+        if reason := input_refusal(tensors, self.context.pool.backend.device):
             return self._eager(attached, args, kwargs, reason, track_backward=True)
         signature = (attached, key, attached.state)
         state = self._states.get(signature)
@@ -198,7 +198,7 @@ class TrainingGraphs:
                 if self._drop_if_moved(recorded):
                     continue
             recorded.current, index, entry = found
-            if self.job.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
+            if self.context.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
                 return self._eager(attached, args, kwargs, CAPTURE_FAILED, track_backward=True)
             return self._replay(recorded.current, index, entry, tensors)
         if state is None and self._refuses_objects(signature):
@@ -229,7 +229,7 @@ class TrainingGraphs:
     def _may_record(self) -> bool:
         """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""
         if self._recording is None and len(self._recorded_steps) < MAX_RECORDED_STEPS:
-            self._recording = RecordedStep(self.job, self._states)
+            self._recording = RecordedStep(self.context, self._states)
             if len(self._recorded_steps) == MAX_RECORDED_STEPS - 1:
                 logger.warning(
                     "%d recorded steps have graphs, the limit; other steps run eager: pad inputs to fewer shapes",
@@ -370,7 +370,7 @@ class TrainingGraphs:
     def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> bool:
         """Compare the first replay of a pair with eager. Drop the graphs of its step if they differ."""
         entry.checked = True
-        finding = check_call(entry, tensors, self.job)
+        finding = check_call(entry, tensors, self.context)
         name = entry.owner.name
         self.stats.shadow_checks[name, SCOPE, finding.outcome] += 1
         if finding.outcome == NOT_DETERMINISTIC:

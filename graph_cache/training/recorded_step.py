@@ -147,8 +147,8 @@ class RecordedStep:
             for pair in pairs:
                 pair.namespaces = []
                 owner.observed_backward(pair.backward_reads)
-            if owner.surroundings is not None:
-                self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
+            if owner.ambient is not None:
+                self._ambient_checks.append(owner.ambient.watch(owner.submodules))
         self.addresses.watch(self._context.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 

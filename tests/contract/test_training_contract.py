@@ -366,7 +366,7 @@ def test_ambient_state_is_part_of_the_signature_and_is_recreated_for_the_capture
     eager, graphed = twins(lambda: Scaled(None), device)
     eager.scale = graphed.scale = scale
     graphs = TrainingGraphs(CaptureContext(pool, CacheStats(), []), warmup_rounds=2)
-    graphs.attach(Attachment([Part("model", graphed)], surroundings=scale))
+    graphs.attach(Attachment([Part("model", graphed)], ambient=scale))
     log = {graphed: [], eager: []}
     for step in range(10):
         for model in (graphed, eager):

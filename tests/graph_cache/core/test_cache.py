@@ -387,10 +387,10 @@ def test_used_keys_beyond_the_warm_ones_are_captured_ahead_by_a_restart(tmp_path
 
     manifest = Manifest(tmp_path / "used.json", "model")
     first = build(manifest)
-    assert [(key.bucket, dict(key.statics)["n"]) for key in first.pending()] == [(2, 1), (1, 1)]
+    assert [(key.bucket, dict(key.variant)["n"]) for key in first.pending()] == [(2, 1), (1, 1)]
     first.run(first.plan("fn", 1, n=2))
     again = build(manifest)
-    assert (1, 2) in [(key.bucket, dict(key.statics)["n"]) for key in again.pending()]
+    assert (1, 2) in [(key.bucket, dict(key.variant)["n"]) for key in again.pending()]
 
 
 def test_two_caches_share_one_pool_and_its_memory():

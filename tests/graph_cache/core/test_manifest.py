@@ -14,11 +14,11 @@ from graph_cache.core.manifest import VERSION, Manifest, histogram_from_metrics
 from graph_cache.errors import ManifestError
 from graph_cache.tuning.tuner import tune
 
-STATICS = (("causal", True), ("name", "x"), ("scale", 0.5), ("width", 128), ("window", None))
+VARIANT = (("causal", True), ("name", "x"), ("scale", 0.5), ("width", 128), ("window", None))
 
 
-def key(bucket, phase="decode", statics=(), scope="block"):
-    return GraphKey("model", scope, phase, bucket, statics)
+def key(bucket, phase="decode", variant=(), scope="block"):
+    return GraphKey("model", scope, phase, bucket, variant)
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def path(tmp_path):
 
 def filled(path) -> Manifest:
     manifest = Manifest(path, "model-a")
-    manifest.observe("model", "decode", 3, STATICS, 10)
+    manifest.observe("model", "decode", 3, VARIANT, 10)
     manifest.observe("model", "decode", 3, (), 5)
     manifest.observe("model", "decode", 7)
     manifest.observe("model", "prefill", 64, count=2)
-    manifest.replayed(key(8, statics=STATICS), 11)
+    manifest.replayed(key(8, variant=VARIANT), 11)
     manifest.captured("model", "decode", 8)
     manifest.captured("model", "decode", 4)
     return manifest
@@ -44,7 +44,7 @@ def test_a_restart_finds_what_was_saved(path):
     assert again.histogram(phase="decode") == {3: 15, 7: 1}
     assert again.histogram() == {3: 15, 7: 1, 64: 2}
     assert again.histogram(site="other") == {}
-    assert again.replays(key(8, statics=STATICS)) == 11 and again.replays(key(8)) == 0
+    assert again.replays(key(8, variant=VARIANT)) == 11 and again.replays(key(8)) == 0
     assert again.captured_sizes("model", "decode") == (4, 8)
     assert again.captured_sizes("model", "prefill") == ()
 
@@ -52,11 +52,11 @@ def test_a_restart_finds_what_was_saved(path):
 def test_counts_add_up_over_restarts_and_merges(path):
     filled(path).save()
     again = Manifest.load(path, "model-a")
-    again.observe("model", "decode", 3, STATICS, 1)
-    again.replayed(key(8, statics=STATICS))
+    again.observe("model", "decode", 3, VARIANT, 1)
+    again.replayed(key(8, variant=VARIANT))
     again.merge(filled(path))
     assert again.histogram(phase="decode") == {3: 31, 7: 2}
-    assert again.replays(key(8, statics=STATICS)) == 23
+    assert again.replays(key(8, variant=VARIANT)) == 23
 
 
 def test_static_values_keep_their_types(path):
@@ -65,7 +65,7 @@ def test_static_values_keep_their_types(path):
     # 1 == True in Python, so compare the types in the rewritten file.
     loaded.save()
     statics = next(entry["statics"] for entry in json.loads(path.read_text())["rows"] if entry["statics"])
-    assert statics == [list(pair) for pair in STATICS] and statics[0][1] is True
+    assert statics == [list(pair) for pair in VARIANT] and statics[0][1] is True
 
 
 def test_a_missing_file_is_an_empty_manifest_without_a_warning(path, caplog):
@@ -178,11 +178,11 @@ def test_order_is_by_use_then_largest_first(path):
 def test_order_rounds_by_current_buckets_and_by_variant(path):
     manifest = Manifest(path, "model-a")
     manifest.observe("model", "decode", 3, count=100)
-    manifest.observe("model", "decode", 20, STATICS, count=500)
+    manifest.observe("model", "decode", 20, VARIANT, count=500)
     manifest.observe("model", "decode", 99, count=10_000)
-    keys = [key(16), key(64), key(64, statics=STATICS), key(64, phase="prefill"), key(16, scope="layer"), key(16)]
+    keys = [key(16), key(64), key(64, variant=VARIANT), key(64, phase="prefill"), key(16, scope="layer"), key(16)]
     ordered = manifest.order(iter(keys))
-    assert ordered[0] == key(64, statics=STATICS)
+    assert ordered[0] == key(64, variant=VARIANT)
     assert set(ordered[1:3]) == {key(16), key(16, scope="layer")}
     assert len(ordered) == 5
 
