@@ -203,7 +203,7 @@ class AttachedModule:
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
-        self.uncopied_pair: Any = None  # the pair that returns its gradients uncopied; others copy
+        self.uncopied: Any = None  # graphs that return their gradients uncopied; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())
         if part.submodules:

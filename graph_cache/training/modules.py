@@ -1,6 +1,6 @@
 """Graphs of modules inside a training step: warm-up, recording, capture and replay.
 
-Detects when a step begins, selects the pair of graphs that serves a call, and counts every fallback with its reason. A
+Detects when a step begins, selects the entry that serves a call, and counts every fallback with its reason. A
 step begins with a forward while no backward is outstanding. One thread runs the forwards (`threads.py`); backwards
 run in autograd's threads.
 """
@@ -31,7 +31,7 @@ from graph_cache.training.call import Result, flatten_call, input_refusal, objec
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.changing_values import ChangingValues
 from graph_cache.training.compiled import keeping_history
-from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.training.microbatch_graphs import SCOPE, CallEntry, CallSignature, MicrobatchGraphs
 from graph_cache.training.reasons import (
     CACHED_PARAMETRIZATION,
     COMPILED,
@@ -80,7 +80,7 @@ class TrainingGraphs:
         self._warmup_steps = max(1, warmup_rounds)
         self._recorded_steps: list[RecordedStep] = []
         self._recording: RecordedStep | None = None
-        # The capture that calls of a signature without a free pair count towards. Warm-up runs are steps.
+        # The capture that calls of a signature without a free entry count towards. Warm-up runs are steps.
         self._states: dict[CallSignature, CaptureState] = {}
         self._unserved: set[CaptureState] = set()  # those with calls in this step
         self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
@@ -160,7 +160,7 @@ class TrainingGraphs:
             for recorded in self._recorded_steps:
                 graphs = recorded.current
                 index = graphs.order.next_index()
-                entry = graphs.order.pairs[index] if 0 < index < len(graphs.order.pairs) else None
+                entry = graphs.order.entries[index] if 0 < index < len(graphs.order.entries) else None
                 if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
@@ -172,7 +172,7 @@ class TrainingGraphs:
         self.stats.fallbacks[name, "forward", COMPILED] += 1
 
     def _dispatch(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Full path: begin a step if no backward is outstanding, then replay a pair or run eager with a reason."""
+        """Full path: begin a step if no backward is outstanding, then replay an entry or run eager with a reason."""
         key, tensors = flatten_call(args, kwargs, attached.module.training, attached.ambient_state())
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
@@ -297,7 +297,7 @@ class TrainingGraphs:
             self._running.active = False
         self._recorded_steps.append(recorded)
         for signature, entry in recorded.captured():
-            entry.pair.refuse_double_backward = functools.partial(self._doubled.add, signature)
+            entry.graphs.refuse_double_backward = functools.partial(self._doubled.add, signature)
         for signature in recorded.captured_states():
             self._states.pop(signature).succeed()
 
@@ -367,8 +367,8 @@ class TrainingGraphs:
     def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
 
-    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> bool:
-        """Compare the first replay of a pair with eager. Drop the graphs of its step if they differ."""
+    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> bool:
+        """Compare the first replay of an entry with eager. Drop the graphs of its step if they differ."""
         entry.checked = True
         finding = check_call(entry, tensors, self.context)
         name = entry.owner.name
@@ -394,20 +394,20 @@ class TrainingGraphs:
         self._states[unequal].fail(problem)
         recorded.retire()
 
-    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
         entry.remember_inputs(tensors)
         graphs.order.await_backward(index)
         lease = Lease(graphs.release, index, graphs.abandon)
         try:
-            outputs = replay(entry.pair, lease, tensors)
+            outputs = replay(entry.graphs, lease, tensors)
         except BaseException:
             lease.end()
             raise
         entry.owner.after_replay()
         entry.capture.replays += 1
         self.stats.replays[entry.label] += 1
-        return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
+        return outputs[0] if entry.is_tensor else entry.graphs.result.build(outputs)
 
     def _record(
         self,
@@ -455,17 +455,17 @@ class TrainingGraphs:
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row of plain values for every pair of graphs.
+        """Return a row of plain values for every entry.
 
-        State, replays and failure belong to the call signature: a step's pairs of one signature share them.
+        State, replays and failure belong to the call signature: a step's entries of one signature share them.
         """
         return [
-            {"module": entry.pair.name, "instance": index}
+            {"module": entry.graphs.name, "instance": index}
             | entry.capture.row(
-                engine=entry.pair.engine,
-                nbytes=entry.pair.nbytes,
-                capture_seconds=entry.pair.capture_seconds,
-                digest=entry.pair.digest,
+                engine=entry.graphs.engine,
+                nbytes=entry.graphs.nbytes,
+                capture_seconds=entry.graphs.capture_seconds,
+                digest=entry.graphs.digest,
             )
             for recorded in self._recorded_steps
             for index, entry in enumerate(recorded.entries())

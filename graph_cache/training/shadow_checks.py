@@ -30,7 +30,7 @@ from graph_cache.guards.torch_settings import free_frames
 from graph_cache.guards.values import raw_bits
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.microbatch_graphs import CapturedCall
+from graph_cache.training.microbatch_graphs import CallEntry
 from graph_cache.utils.layout import distinct
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,16 @@ class Finding(NamedTuple):
     differing: list[str]
 
 
-def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureContext) -> Finding:
+def check_call(entry: CallEntry, tensors: Sequence[Tensor], context: CaptureContext) -> Finding:
     """Replay a captured call and run it eager on these tensors, forward and backward, and compare."""
-    pair, owner = entry.pair, entry.owner
+    graphs, owner = entry.graphs, entry.owner
     # State of Transformer Engine is beside memory, and hooks that run before replays may not run twice.
     if owner.runs_hooks or any(map(is_of_transformer_engine, owner.submodules)):
         return Finding(UNCHECKED, [])
-    grads = [_noise(pair.outputs[index], strides) for index, strides in pair.used_outputs()]
+    grads = [_noise(graphs.outputs[index], strides) for index, strides in graphs.used_outputs()]
 
     def eager() -> Values:
-        twin = pair.twin(owner, tensors, context)
+        twin = graphs.twin(owner, tensors, context)
         context.running.active = True  # attached modules inside run as part of it
         try:
             with owner.with_flags(entry.state), without_compiling(context.pool.backend), uncached():
@@ -65,7 +65,7 @@ def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureC
     backend = context.pool.backend
     generators = list(dict.fromkeys((backend.default_generator, *context.generators)))
     with context.pool.lock, torch.inference_mode(False), torch.enable_grad():
-        return compared(lambda: pair.run_graphs(tensors, grads), eager, pair.written(), generators, backend.device)
+        return compared(lambda: graphs.run_graphs(tensors, grads), eager, graphs.written(), generators, backend.device)
 
 
 def compared(

@@ -109,7 +109,7 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    first, second, third = (entry.pair for entry in graphs.recorded_steps[0].entries())
+    first, second, third = (entry.graphs for entry in graphs.recorded_steps[0].entries())
     assert second.inputs[0].data_ptr() == first.outputs[0].data_ptr()
     assert third.inputs[0].data_ptr() == second.outputs[0].data_ptr()
     assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()

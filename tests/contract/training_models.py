@@ -162,7 +162,7 @@ def train(model, data, *, outstanding=True):
 
 def in_place(graphs):
     """Return, for each captured pair, whether its gradients are returned uncopied."""
-    return [entry.owner.uncopied_pair is entry.pair for entry in graphs.recorded_steps[0].entries()]
+    return [entry.owner.uncopied is entry.graphs for entry in graphs.recorded_steps[0].entries()]
 
 
 def assert_same(ours, theirs):

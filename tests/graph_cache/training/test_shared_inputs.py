@@ -64,7 +64,7 @@ def assert_same(ours, theirs):
 
 def mask_addresses(graphs, position=1):
     (recorded,) = graphs.recorded_steps
-    return {entry.pair.inputs[position].data_ptr() for entry in recorded.entries()}
+    return {entry.graphs.inputs[position].data_ptr() for entry in recorded.entries()}
 
 
 def replays(graphs):

@@ -234,7 +234,7 @@ def test_layers_share_one_set_of_cu_seqlens():
     (recorded,) = graphs.recorded_steps
     entries = recorded.entries()
     assert len(entries) == 2
-    buffers = [{one.data_ptr() for one in entry.pair.inputs if one.dtype == torch.int32} for entry in entries]
+    buffers = [{one.data_ptr() for one in entry.graphs.inputs if one.dtype == torch.int32} for entry in entries]
     assert buffers[0] == buffers[1] and len(buffers[0]) == 2
     graphs.detach()
 

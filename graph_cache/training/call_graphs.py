@@ -1,6 +1,6 @@
-"""One call of a step as a pair of graphs, forward and backward, with the static tensors between them.
+"""One call of a step as a forward and a backward graph, with the static tensors between them.
 
-Captures both halves, and loads inputs and gradients before a replay. Saved tensors stay allocated as long as the pair
+Captures both halves, and loads inputs and gradients before a replay. Saved tensors stay allocated as long as the entry
 lives, so no other graph reuses their memory. Only saved tensors that a backward frees itself, as in Transformer Engine,
 give their memory to later backwards of the same microbatch. The order of calls is handled by `replay_order.py`.
 """
@@ -57,7 +57,7 @@ from graph_cache.utils.layout import copy_into, copy_of, distinct
 BACKWARD_SEED = 0x5EED  # any seed other than the job's
 
 
-class GraphedCall:
+class CallGraphs:
     """Forward and backward graphs for calls of an attached module with one key.
 
     - `inputs` are the static inputs: new tensors, or static outputs of another call, which then need no copy.
@@ -114,7 +114,7 @@ class GraphedCall:
         self.grad_outputs: list[Tensor] = []
         self.input_grads: list[Tensor | None] = []
         self.cloned_outputs: set[int] = set()  # indices of outputs that are returned as copies
-        # Indices of inputs with a gradient that another pair's backward reads from static memory.
+        # Indices of inputs with a gradient that another entry's backward reads from static memory.
         self.grads_read_in_place: set[int] = set()
         self.parameter_grads: list[Tensor | None] = []
         self._scope, self._aliases = owner.scope, ParameterAliases(owner.scope)
@@ -514,7 +514,7 @@ class GraphedCall:
 
     # ---- shadow check ----------------------------------------------------------------------------------------------
 
-    def twin(self, owner: AttachedModule, tensors: Sequence[Tensor], context: CaptureContext) -> GraphedCall:
+    def twin(self, owner: AttachedModule, tensors: Sequence[Tensor], context: CaptureContext) -> CallGraphs:
         """Return the same call without graphs on copies of these inputs, for `run_eager`."""
         inputs = [
             copy_of(tensor).requires_grad_(static.requires_grad)
@@ -522,7 +522,7 @@ class GraphedCall:
         ]
         if self.key.kinds:
             inputs = list(map(as_kind, inputs, self.key.kinds))
-        return GraphedCall(owner, self.key, inputs, self._backward_key, context, context.pool.memory, self._separate)
+        return CallGraphs(owner, self.key, inputs, self._backward_key, context, context.pool.memory, self._separate)
 
     def run_eager(self, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run what a capture would record, with gradients for `used_outputs`. Return outputs and all gradients."""
