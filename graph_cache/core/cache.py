@@ -19,16 +19,15 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from graph_cache.backends import backend_for
 from graph_cache.config import GraphConfig
 from graph_cache.core.addresses import GEOMETRY_PARTS, PARTS, AddressBook, Moved
 from graph_cache.core.buckets import Buckets
-from graph_cache.core.buffers import BufferSpec, StaticBuffers
+from graph_cache.core.buffers import BufferSpec
 from graph_cache.core.capture_state import CaptureState, CaptureStatus
-from graph_cache.core.function import FunctionState
+from graph_cache.core.graphed import GraphedSite
 from graph_cache.core.keys import (
     ABOVE_MAX,
     CAPTURE_FAILED,
@@ -50,8 +49,8 @@ from graph_cache.core.runner import GraphRunner
 from graph_cache.core.shadow import CheckedCall, Shadow, ShadowChecks
 from graph_cache.core.site import Site
 from graph_cache.core.stats import CacheStats
-from graph_cache.errors import CaptureError, GraphConfigError, SignatureMismatch
-from graph_cache.guards.torch_settings import free_frames, modes_active
+from graph_cache.errors import CaptureError, GraphConfigError
+from graph_cache.guards.torch_settings import modes_active
 from graph_cache.utils.digest import Digest
 from graph_cache.utils.layout import replica_of
 from graph_cache.utils.validation import names_arguments
@@ -227,46 +226,30 @@ class GraphCache:
         The returned function raises SignatureMismatch if its inputs differ from `inputs` in more than the number of
         rows. A capture restores all memory that its runs write, such as the running statistics of a watched module.
         """
-        sizes = Buckets(tuple(buckets))
-        address_book = AddressBook()
-        if watch is not None:
-            _refuse_uninitialized(name, watch)
-            address_book.watch(watch, selects_code=True)
-        device = self.pool.backend.device
-        site = self.add_site(
-            Site(
-                name,
-                [fn],
-                StaticBuffers(inputs, sizes.max, device),
-                sizes,
-                addresses=address_book,
-                generators=generators,
-                restores=True,
-                independent_rows=independent_rows,
-            )
+        site = GraphedSite(
+            name,
+            fn,
+            inputs,
+            Buckets(tuple(buckets)),
+            self.pool.backend.device,
+            self.pool.backend.default_generator,
+            independent_rows=independent_rows,
+            watch=watch,
+            generators=generators,
         )
-        batched = next((label for label, spec in site.buffers.specs.items() if spec.batched), None)
-        site.state = FunctionState(
-            fn, watch, address_book, (*generators, self.pool.backend.default_generator), self.pool.backend.device
-        )
-        names = list(site.buffers.specs)
+        self.add_site(site)
 
         def call(*values: torch.Tensor, **tensors: torch.Tensor) -> Any:
-            if values:
-                tensors = _by_name(name, names, values, tensors)
-            first = tensors.get(batched) if batched is not None else None
-            rows = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else sizes.max
-            return self._call(site, rows, tensors)
+            return self._call(site, *site.inputs_of(values, tensors))
 
         return call
 
-    def _call(self, site: Site, rows: int, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def _call(self, site: GraphedSite, rows: int, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Replay a graph for a call of a function, and return copies of its results; else call it as it was written.
 
         Threads take turns: the lock is held from the copy of the inputs to that of the results, and in eager calls,
         since a capture in another thread restores what it writes. A function that is never captured needs no lock.
         """
-        site.buffers.check(tensors, rows)
         with self.pool.lock:
             self.pool.backend.order_streams()
             reason = None
@@ -278,7 +261,7 @@ class GraphCache:
                 self.check_addresses(site=site.name)  # other sites check theirs at their own calls
             plan = self.plan(site.name, rows)
             if reason is None and self.enabled:
-                if plan.key not in site.observed and not site.refusal:
+                if site.needs_observation(plan.key):
                     copies = {label: replica_of(tensor) for label, tensor in tensors.items()}
                     kept, value = site.observe(plan.key, lambda: site.run_unpadded(plan, copies), copies, keeps=True)
                     if kept:  # what it changed stays: this was the call
@@ -532,18 +515,7 @@ class GraphCache:
             saved = site.buffers.snapshot(site.buffers.max_rows)
             site.buffers.fill_dummy()
             try:
-                if site.state is not None and key not in site.observed and not site.refusal:
-                    try:
-                        site.observe(key, lambda: site.run_bodies(key), site.buffers.view(key.bucket), keeps=False)
-                    except Exception as error:
-                        free_frames(error)
-                        raise CaptureError(f"{site.name}: {type(error).__name__}: {error}") from error
-                site.raise_if_refused()
-                if site.in_other_modes():
-                    raise CaptureError(f"{site.name}: its first call or capture had other modes, such as train or eval")
-                if site.state is not None:
-                    site.check_rows(key.bucket, None, [self.pool.backend.default_generator])
-                    site.raise_if_refused()
+                site.before_capture(key, [self.pool.backend.default_generator])
                 # A site's first capture loads modules lazily. A new shape then needs one run to select its kernels,
                 # unless it has run; with several ranks all of them must make the same runs, so each makes one.
                 known = any(one.key.site == key.site and one.state.captured for one in self._entries.values())
@@ -559,7 +531,7 @@ class GraphCache:
                         warmup_runs=1 if known else None,
                         checked=not (known and has_run),
                         restores=site.restores,
-                        inference=site.state is None,
+                        inference=site.inference,
                     )
                     runners.append(runner)
                     site.capture(runner.capture)
@@ -579,8 +551,7 @@ class GraphCache:
             counted = reason if state.status is CaptureStatus.PENDING else state.status.value
             entry.runners = runners
             entry.nbytes = max((runner.nbytes for runner in runners), default=0)
-            if site.state is not None:
-                site.state.captured()
+            site.captured()
             state.succeed()
             self.stats.captures[site.name, site.scope, counted] += 1
             self.stats.observe_capture(time.perf_counter() - started)
@@ -682,7 +653,7 @@ class GraphCache:
         graphs = sum(entry.state.captured for entry in found)
         self.pool.backend.synchronize()  # a graph may still be running
         for site in {entry.key.site for entry in found}:
-            self._sites[site].forget_refusal()
+            self._sites[site].forget()
         for entry in found:
             entry.drop(cause)
         if reason is not None:
@@ -719,25 +690,3 @@ def _sortable(statics: Mapping[str, Any]) -> list[tuple[str, float, str]]:
 def _close(runners: Iterable[GraphRunner]) -> None:
     for runner in runners:
         runner.close()
-
-
-def _refuse_uninitialized(site: str, watch: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-    tensors = watch.named_parameters() if isinstance(watch, torch.nn.Module) else watch.items()
-    names = [name for name, tensor in tensors if is_lazy(tensor)]
-    if names:
-        raise GraphConfigError(
-            f"site {site!r}: watch has parameters without a shape ({', '.join(names)}): call the module once before"
-        )
-
-
-def _by_name(
-    site: str, names: Sequence[str], values: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return all inputs of a call by name. Raises SignatureMismatch for too many of them, or one given twice."""
-    by_position = dict(zip(names, values, strict=False))
-    twice = [name for name in by_position if name in tensors]
-    if len(values) > len(names) or twice:
-        what = f"{twice[0]} by position and by name" if twice else f"{len(values)} inputs by position"
-        problem = f"site {site!r}: found {what}; its inputs are {', '.join(names)}"
-        raise SignatureMismatch(problem, [problem])
-    return by_position | dict(tensors)

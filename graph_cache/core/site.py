@@ -5,9 +5,8 @@ Runs the callable on static buffers and stores its results. Capture policy and c
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from graph_cache.core.addresses import AddressBook
 from graph_cache.core.buckets import Buckets
 from graph_cache.core.buffers import StaticBuffers
-from graph_cache.core.function import FunctionState
 from graph_cache.core.keys import GraphKey, Plan, Variant, freeze_variant
 from graph_cache.core.shadow import Bytes, Whole, WrittenMemory
-from graph_cache.errors import CaptureRefused, GraphConfigError
-from graph_cache.guards.rows import RowCheck, check_rows, other_padding
-from graph_cache.guards.torch_settings import free_frames
-
-logger = logging.getLogger(__name__)
+from graph_cache.errors import GraphConfigError
 
 
 class OutputLabel(NamedTuple):
@@ -53,12 +47,12 @@ class Site:
     such as the slots of a cache. Shadow checks save, compare and restore it. A site with `restores` needs none: its
     captures find out.
 
-    `independent_rows` declares that a run may be padded: no row of a result depends on other rows, or on their number.
-    It concerns functions made by `GraphCache.graphed`, of which it is checked; other sites pad always.
-
     With `restores`, a capture restores all memory that its runs write. It copies that memory first, so sites that write
     large caches leave it out and direct their dummy runs to rows that no request uses.
     """
+
+    inference = True  # parts run in inference mode
+    independent_rows = True  # runs may be padded, unchecked
 
     def __init__(
         self,
@@ -74,7 +68,6 @@ class Site:
         addresses: AddressBook | None = None,
         generators: Sequence[torch.Generator] = (),
         restores: bool = False,
-        independent_rows: bool = True,
         writes: Callable[[int], Sequence[WrittenMemory]] = lambda bucket: (),
     ):
         if buckets.max > buffers.max_rows:
@@ -93,17 +86,9 @@ class Site:
         self.address_books = (own,) if addresses is None else (own, addresses)
         self.generators = tuple(generators)
         self.restores = restores
-        self.independent_rows = independent_rows
         self._writes = writes
-        self.state: FunctionState | None = None  # of a function made by `GraphCache.graphed`
         # Keys that ran and were not captured since, with all their kernels loaded: their captures need no warm-up run.
         self.ran: set[GraphKey] = set()
-        self.observed: set[GraphKey | None] = set()  # keys of which a call was observed; None: above all buckets
-        self.refusal = ""  # why a function is never captured
-        self.unchecked: set[int] = set()  # buckets at which its rows can't be checked, as it takes no noise
-        self._checked: dict[tuple[int, int], RowCheck] = {}  # by bucket and the rows that are padded to it
-        self._batched_results: dict[int, list[bool]] = {}  # by checked bucket: whether each result has the batch first
-        self._modes: Hashable = None  # in which the rows were checked; see FunctionState.current
         self._outputs: dict[OutputLabel, torch.Tensor] = {}
         # By key: the structure of the results and their output buffers.
         self._result_layouts: dict[GraphKey, tuple[Any, list[OutputLabel]]] = {}
@@ -136,18 +121,9 @@ class Site:
         """Return whether these keyword values, including their types, are among the variants."""
         return repr(variant) in map(repr, self.variants)
 
-    @contextmanager
-    def modes(self) -> Iterator[None]:
-        """Set the mode in which the callable runs: inference mode.
-
-        A function runs without gradients instead: it may differentiate inside, and its results are ordinary tensors.
-        """
-        if self.state is None:
-            with torch.inference_mode():
-                yield
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                yield
+    def modes(self) -> AbstractContextManager[Any]:
+        """Return a context with the mode in which the callable runs: inference mode."""
+        return torch.inference_mode()
 
     def run_eager(self, key: GraphKey) -> None:
         """Run all parts eagerly on the static buffers at the key's bucket, as a graph of that key would."""
@@ -155,11 +131,9 @@ class Site:
             self.run_bodies(key)
 
     def run_beside_replay(self, key: GraphKey) -> str:
-        """Do what `run_eager` does, and return what Python state a function changed, which is restored."""
-        if self.state is None:
-            self.run_eager(key)
-            return ""
-        return self.state.refused_changes(lambda: self.run_eager(key))
+        """Do what `run_eager` does, and return what Python state it changed, which is restored."""
+        self.run_eager(key)
+        return ""
 
     def run_bodies(self, key: GraphKey) -> None:
         """Run all parts on the static buffers at the key's bucket."""
@@ -175,123 +149,33 @@ class Site:
                 result = part(**given, **dict(plan.variant))
         return result
 
-    def observe(
-        self, key: GraphKey | None, run: Callable[[], Any], inputs: Mapping[str, torch.Tensor], *, keeps: bool
-    ) -> tuple[bool, Any]:
-        """Observe a run on these inputs at this key: what the function reads, and whether it can be captured.
+    # ---- what a function of GraphCache.graphed does differently ----------------------------------------------------
 
-        Sets `refusal`. Returns whether the run's effects were kept, and its result; see `FunctionState.observe`.
-        """
-        assert self.state is not None
-        self.observed.add(key)
-        with self.modes():
-            kept, value, self.refusal = self.state.observe(run, inputs, keeps=keeps)
-        return kept, value
+    def before_capture(self, key: GraphKey, generators: Sequence[torch.Generator]) -> None:
+        """Find out whether this key can be captured, and raise CaptureError if not. Runs restore `generators`."""
 
     def capture(self, capture: Callable[[], None]) -> None:
-        """Run a capture, and refuse it if it changes Python state."""
-        if self.state is None:
-            capture()
-            return
-        self.refusal = self.state.refused_changes(capture)
-        self.raise_if_refused()
+        """Run a capture."""
+        capture()
 
-    def raise_if_refused(self) -> None:
-        """Raise CaptureRefused if this site is never captured."""
-        if self.refusal:
-            raise CaptureRefused(f"{self.name}: {self.refusal}")
+    def captured(self) -> None:
+        """Remember what the graphs of a key, captured just now, read."""
 
-    def forget_refusal(self) -> None:
-        """Observe and check again: the function may have changed."""
-        self.refusal, self._modes = "", None
-        for known in (self.observed, self.unchecked, self._checked, self._batched_results):
-            known.clear()
-
-    def check_rows(self, bucket: int, rows: int | None, generators: Sequence[torch.Generator]) -> None:
-        """Find out, once, which results have the batch first, and whether padding `rows` to a bucket would change one.
-
-        `rows` is by default the least number that is padded to this bucket. `generators` are restored, and so are the
-        site's generators.
-        """
-        if rows is None:
-            rows = self._fewest_rows(bucket)
-        if not self._checked and not self.refusal:
-            self._modes = None if self.state is None else self.state.current()
-            self._checked[0, 0] = RowCheck()
-            # The first check is thorough, and costs least at the smallest bucket with padding.
-            self.check_rows(next((one for one in self.buckets if self._fewest_rows(one) < one), 0), None, generators)
-        if (bucket, rows) in self._checked or self.refusal:
-            return
-        self._checked[bucket, rows] = RowCheck()
-        specs = self.buffers.specs.values()
-        if not self.independent_rows or not 0 < rows < bucket or not any(spec.batched for spec in specs):
-            return  # no padding
-        variant = dict(self.variants[0])
-
-        def run(rows: int) -> Any:
-            result = None
-            for part in self.parts:
-                result = part(**self.buffers.view(rows), **variant)
-            return result
-
-        def check() -> None:
-            try:
-                known = self._batched_results.get(bucket)
-                found = self._checked[bucket, rows] = check_rows(
-                    run,
-                    lambda rows: list(self.buffers.view(rows).values()),
-                    [spec.batched for spec in specs],
-                    bucket,
-                    rows,
-                    (*self.generators, *generators),
-                    [] if self.state is None else self.state.parameters(),
-                    thorough=not self._batched_results,
-                )
-                self._batched_results[bucket], self.refusal = found.batched, found.refusal
-                if known not in (None, found.batched):
-                    self.refusal = self.refusal or "which results have the batch first depends on the number of rows"
-            except Exception as error:  # it may reject noise, or these numbers of rows
-                free_frames(error)
-                self.unchecked.add(bucket)
-                logger.debug("%s: rows are not checked, and calls are not padded: %s", self.name, error)
-
-        with self.modes():
-            if self.state is None:
-                check()
-            else:
-                changes = self.state.refused_changes(check)
-                self.refusal = self.refusal or changes
-
-    def can_pad(self, bucket: int, rows: int) -> bool:
-        """Whether a run of so many rows may be padded to a bucket: its rows are independent, and could be checked."""
-        return rows == bucket or (self.independent_rows and bucket not in self.unchecked)
-
-    def change_padding(self, bucket: int, rows: int, number: int) -> None:
-        """Fill the padding of floating-point inputs with other values, of which the results may not depend."""
-        for name, spec in self.buffers.specs.items():
-            if spec.batched and spec.pad is not None:
-                other_padding(self.buffers[name][rows:bucket], number)
+    def forget(self) -> None:
+        """Forget what captures found out: their graphs were dropped, and the callable may have changed."""
 
     def compares_padding(self, bucket: int, rows: int) -> bool:
         """Whether runs of so many rows with different padding must give the same results."""
-        checked = self._checked.get((bucket, rows))
-        return checked is not None and checked.compared
+        return False
 
-    def _fewest_rows(self, bucket: int) -> int:
-        """Return the least number of rows for which this is the smallest bucket."""
-        return 1 + max((size for size in self.buckets if size < bucket), default=0)
+    def change_padding(self, bucket: int, rows: int, number: int) -> None:
+        """Fill the padding of floating-point inputs with other values, of which the results may not depend."""
 
-    def in_other_modes(self) -> bool:
-        """Whether a function made by `GraphCache.graphed` now has other modes than those in which it was checked.
+    def batched_results(self, bucket: int) -> list[bool] | None:
+        """Return whether each result has the batch first, if that was checked at this bucket."""
+        return None
 
-        Its rows may depend on each other in these, as in a batch norm in train mode.
-        """
-        state = self.state
-        return (
-            state is not None
-            and bool(self._checked)
-            and (self._modes != state.current() or not state.reads_current_quantizers())
-        )
+    # ---- memory ----------------------------------------------------------------------------------------------------
 
     def static_tensors(self, bucket: int) -> list[torch.Tensor]:
         """Return the buffers and outputs that a run at this bucket reads and writes, for comparison with eager."""
@@ -323,7 +207,9 @@ class Site:
         for label in labels:
             whole = self._outputs[label]
             if label.batched:
-                is_cut = key.bucket in self._batched_results or (key.variant, label.leaf) not in self._unbatched
+                is_cut = (
+                    self.batched_results(key.bucket) is not None or (key.variant, label.leaf) not in self._unbatched
+                )
                 whole = whole[: rows if is_cut else key.bucket]
             leaves.append(whole)
         return leaves[0] if structure.is_leaf() else tree_unflatten(leaves, structure)
@@ -333,7 +219,7 @@ class Site:
         if result is None:
             return
         leaves, structure = tree_flatten(result)
-        labels, checked = [], self._batched_results.get(key.bucket, [])
+        labels, checked = [], self.batched_results(key.bucket) or []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 raise GraphConfigError(
