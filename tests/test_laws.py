@@ -57,7 +57,7 @@ FLOORS = {
     ),
     "engine": (
         ("errors", "utils"),
-        ("kv_events_config",),
+        ("kv_events_config", "training_config"),
         ("config",),
         ("protocol", "kernels"),
         ("distributed", "checkpoint", "speculation"),

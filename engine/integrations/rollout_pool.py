@@ -172,7 +172,7 @@ class RolloutPool:
         self.config = config or EngineConfig()
         if not is_whole_number(engines, 1):
             raise ConfigError(f"engines={engines!r}: give a positive number")
-        if self.config.mode != "inference":
+        if not isinstance(self.config, EngineConfig):  # but a TrainingConfig
             raise ConfigError(f"mode={self.config.mode!r}: a pool generates; use mode='inference'")
         if self.config.device.startswith("cuda:"):
             raise ConfigError(f"device={self.config.device!r}: Ray gives each engine its GPUs: set device='cuda'")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.training.recorded_outputs import RecordedOutputs, Recording, is_recording_hook, records_outputs
 from engine.training.vision.towers import is_transformers
+from engine.training_config import TrainingConfig
 from graph_cache.adapters import is_megatron
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.adapters.megatron.vision import VisionSettings, token_budgets
@@ -73,7 +73,7 @@ class TrainingEngine:
     `pool`: the pool of an inference engine in the same process, to share it; by default a new one.
     """
 
-    def __init__(self, config: EngineConfig, pool: GraphPool | None = None):
+    def __init__(self, config: TrainingConfig, pool: GraphPool | None = None):
         self.config = config
         self._graph_config = config.graph_config()
         self.stats = CacheStats()

@@ -34,7 +34,7 @@ def test_megatrons_names_are_read_beside_the_language_models():
             ("attn", "mlp"),
         )
         assert (vision.max_length, vision.graphs.cuda_graph_warmup_steps) == (784, 5)
-    assert EngineConfig.from_megatron(source).vision_cuda_graph_impl == "none"  # inference
+    assert EngineConfig.from_megatron(source).cuda_graph_impl == "local"  # inference
 
 
 def test_megatrons_defaults_capture_no_encoder():
@@ -66,7 +66,7 @@ def test_the_scope_is_a_list_or_a_string(scope):
         ({"vision_token_budgets": [64, "128"]}, "ascending"),
         ({"vision_token_budgets": [64], "max_vision_cuda_graph_seq_length": 128}, "leave one of them out"),
         ({"vision_max_images": 0}, "vision_max_images=0"),
-        ({"vision_cuda_graph_impl": "local", "mode": "inference"}, "captures training"),
+        ({"vision_cuda_graph_impl": "local", "mode": "inference"}, "vision_cuda_graph_impl='local' is for training"),
         ({"vision_cuda_graph_impl": "local", "cuda_graph_impl": "full_iteration"}, "the encoder included"),
     ],
 )
