@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.protocol.outputs import CompletionOutput, RequestOutput
     from engine.protocol.request import SamplingParams
+    from engine.training.engine import TrainingEngine
 
 _MODULE_OF = {
     "Engine": "engine.engine",
@@ -23,9 +24,18 @@ _MODULE_OF = {
     "CompletionOutput": "engine.protocol.outputs",
     "RequestOutput": "engine.protocol.outputs",
     "SamplingParams": "engine.protocol.request",
+    "TrainingEngine": "engine.training.engine",
 }
 
-__all__ = ["CompletionOutput", "Engine", "EngineConfig", "EngineError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "RequestOutput",
+    "SamplingParams",
+    "TrainingEngine",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 
 def prompt_ids(

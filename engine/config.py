@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.kv_events_config import KVEventsConfig
+from engine.training_config import TRAINING_ONLY, TrainingConfig, check_share
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
-from graph_cache.adapters.megatron.vision import DEFAULT_MAX_IMAGES, VisionSettings, vision_settings
-from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
-from graph_cache.buckets import Buckets
 from graph_cache.config import DEFAULT_SHARE, GraphConfig
+from graph_cache.core.buckets import Buckets
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
+from graph_cache.utils.validation import NamesFields, did_you_mean, is_whole_number
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 QUANTIZATIONS = ("fp8", "int8", "int4")
@@ -41,7 +40,6 @@ _POSITIVE_INTEGERS = (
     "num_pages",
     "num_threads",
     "tensor_parallel_size",
-    "cuda_graph_max_packed_seqs",
 )
 _BOOLEANS = (
     "enable_prefix_caching",
@@ -50,16 +48,43 @@ _BOOLEANS = (
     "enable_return_routed_experts",
     "enable_sleep_mode",
     "progress",
-    "cuda_graph_packed_seq",
-    "cuda_graph_moe_dropless",
 )
 
 
+class _OfMode(NamesFields):
+    """Returns a TrainingConfig for `mode="training"`, and refuses settings of the other mode by their names."""
+
+    def __new__(cls, **values: Any) -> Any:
+        if cls is EngineConfig and values.get("mode") == "training":
+            return TrainingConfig(**_of_training(values))
+        for name in TRAINING_ONLY:
+            if name in values:
+                raise ConfigError(
+                    f"{name}={values[name]!r} is for training, found mode={values.get('mode', 'inference')!r}: leave "
+                    "it out, or set mode='training'"
+                )
+        return super().__new__(cls, **values)
+
+
+def _of_training(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a training job. Raises ConfigError for a setting of inference, unless at its default."""
+    found, known = {}, {field.name for field in dataclasses.fields(TrainingConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name not in known}
+    for name, value in values.items():
+        if name not in defaults:
+            found[name] = value
+        elif value != defaults[name]:
+            hint = "; in a training job Megatron-Core splits the model" if name == "tensor_parallel_size" else ""
+            raise ConfigError(f"{name}={value!r} is for inference, found mode='training'{hint}: leave it out")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(NamesFields):
+class EngineConfig(_OfMode):
     """Settings of one engine. Sizes are in tokens, sequences or pages, as named; None selects a default.
 
-    - `mode`: "training" makes an engine for a training job (docs/training.md), which uses the graph settings only.
+    - `mode`: "training" makes a TrainingConfig, for a training job (docs/training.md). It has the graph settings only,
+      and settings of training that are no fields here.
     - `model`: the default model's name, a local folder in Hugging Face layout, a `.gguf` file, or a hub name.
     - `generation_config`: where a server takes the sampling parameters that a request leaves out. "auto": the model's
       generation_config.json, or what its .gguf file says; "engine": the defaults of SamplingParams; or a folder with a
@@ -101,15 +126,7 @@ class EngineConfig(NamesFields):
     - Graph settings use Megatron's names and values. Inference accepts the impls `none` and `local`. The default scope
       is `block` under `local` (Megatron's is `layer`), else `none`.
     - `graph_shadow_check_share`: share of the time in which replays are compared with eager steps, beside the first one
-      of each graph (docs/graph-cache.md). 0: replays are never compared, in training too.
-    - `cuda_graph_max_packed_seqs`: training only; `attach` pads packed sequences of a Megatron-Core model to this many
-      documents (`encore tune --packed` chooses it). `cuda_graph_packed_seq`: False turns that off; True needs a number.
-    - `cuda_graph_moe_dropless`: training only; dropless experts of a Megatron-Core model on one device use torch's
-      grouped GEMM, with token counts on the device, until detach, so that MoE layers can be captured whole.
-    - `vision_*`: graphs of a vision encoder in training, which `attach` captures beside the language model's. `scope`:
-      `attn`, `mlp`, or empty for whole layers. The maximum length is in patches per microbatch; `vision_token_budgets`
-      gives several, ascending (`graph_cache.tune_token_budgets` chooses them). `vision_max_images`: images, or frames,
-      per microbatch. Larger microbatches run eager.
+      of each graph (docs/graph-cache.md). 0: replays are never compared.
 
     Raises ConfigError for an invalid value.
     """
@@ -148,16 +165,6 @@ class EngineConfig(NamesFields):
 
     cuda_graph_impl: str = "local"
     inference_cuda_graph_scope: str | None = None
-    cuda_graph_modules: tuple[str, ...] = ()
-    cuda_graph_warmup_steps: int = 3
-    cuda_graph_packed_seq: bool | None = None
-    cuda_graph_max_packed_seqs: int | None = None
-    cuda_graph_moe_dropless: bool = False
-    vision_cuda_graph_impl: str = "none"
-    vision_cuda_graph_scope: tuple[str, ...] = ()
-    max_vision_cuda_graph_seq_length: int | None = None
-    vision_token_budgets: tuple[int, ...] | None = None
-    vision_max_images: int = DEFAULT_MAX_IMAGES
     graph_buckets: tuple[int, ...] | None = None
     warmup: str = "lazy"
     graph_manifest: str | None = None
@@ -211,9 +218,7 @@ class EngineConfig(NamesFields):
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
-        share = self.graph_shadow_check_share
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
-            raise ConfigError(f"graph_shadow_check_share={share!r} must be a number from 0 to 1")
+        check_share(self.graph_shadow_check_share)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r} must be a model name, a folder or a .gguf file")
         if not isinstance(self.generation_config, str) or not self.generation_config:
@@ -221,61 +226,29 @@ class EngineConfig(NamesFields):
                 f"generation_config={self.generation_config!r} must be auto, engine, or a folder with a "
                 "generation_config.json"
             )
-        if self.tensor_parallel_size > 1:
-            self._check_tensor_parallel()
         self._check_scores()
         self._check_kv_events()
         self._check_kv_offloading()
-        if self.enable_sleep_mode and self.mode != "inference":
-            raise ConfigError(f"enable_sleep_mode=True is for inference, found mode={self.mode!r}: leave it out")
         if self.graph_buckets is not None:
             if isinstance(self.graph_buckets, str) or not isinstance(self.graph_buckets, Iterable):
                 raise ConfigError(f"graph_buckets={self.graph_buckets!r} must be a list of batch sizes")
             object.__setattr__(self, "graph_buckets", tuple(self.graph_buckets))
             self._check_buckets(self.graph_buckets)
         graphs = self.megatron_graph_config()
-        impl, selection = graphs.cuda_graph_impl, f"cuda_graph_impl={graphs.cuda_graph_impl!r}"
-        if impl != getattr(self.cuda_graph_impl, "value", self.cuda_graph_impl):
-            selection = f"cuda_graph_modules={self.cuda_graph_modules!r} means {selection}, which"
-        for name in ("cuda_graph_impl", "cuda_graph_modules"):  # deprecated values are replaced
-            object.__setattr__(self, name, getattr(graphs, name))
-        if graphs.inference_cuda_graph_scope != self._default_scope(impl):
+        impl = graphs.cuda_graph_impl
+        object.__setattr__(self, "cuda_graph_impl", impl)  # a deprecated value is replaced
+        if graphs.inference_cuda_graph_scope != _default_scope(impl):
             object.__setattr__(self, "inference_cuda_graph_scope", graphs.inference_cuda_graph_scope)
-        self._check_packed()
-        self._check_dropless()
-        self._check_vision()
-        if self.mode == "inference" and impl not in ("none", "local"):
+        if impl not in ("none", "local"):
             raise ConfigError(
-                f"{selection} only captures training, so inference would run without "
-                "graphs: use 'local', or 'none' to run without graphs"
+                f"cuda_graph_impl={impl!r} only captures training, so inference would run without graphs: use 'local', "
+                "or 'none' to run without graphs"
             )
 
     @property
     def requested_quantization(self) -> str | None:
         """What `quantization` or its alias asks for."""
         return "int4" if self.cpu_weight_format == "int4" else self.quantization
-
-    @property
-    def packed_documents(self) -> int | None:
-        """The number of documents to pad packed sequences to; None: no padding."""
-        return None if self.cuda_graph_packed_seq is False else self.cuda_graph_max_packed_seqs
-
-    def _check_packed(self) -> None:
-        if self.cuda_graph_packed_seq and self.cuda_graph_max_packed_seqs is None:
-            raise ConfigError(
-                "cuda_graph_packed_seq=True needs cuda_graph_max_packed_seqs, the number of documents to pad to: "
-                "`encore tune --packed FILE` chooses one for your data"
-            )
-        if self.packed_documents is None:
-            return
-        setting = f"cuda_graph_max_packed_seqs={self.cuda_graph_max_packed_seqs}"
-        if self.mode != "training":
-            raise ConfigError(f"{setting} pads training batches: set mode='training', or leave it out")
-        if self.cuda_graph_impl == "full_iteration":
-            raise ConfigError(
-                f"{setting} pads what attach() captures; cuda_graph_impl='full_iteration' captures whole batches: pad "
-                "them in the data loader and leave it out"
-            )
 
     def _check_scores(self) -> None:
         tokens, template = self.score_tokens, self.score_template
@@ -293,8 +266,6 @@ class EngineConfig(NamesFields):
         object.__setattr__(self, "kv_events_config", events)
         if not events.is_on:
             return
-        if self.mode != "inference":
-            raise ConfigError(f"kv_events_config is for inference, found mode={self.mode!r}: leave it out")
         if self.enable_prefix_caching is False:
             raise ConfigError(
                 "kv_events_config publishes what the prefix cache holds, found enable_prefix_caching=False: leave one "
@@ -329,61 +300,11 @@ class EngineConfig(NamesFields):
         if self.kv_offloading_size is None:
             return
         setting = f"kv_offloading_size={self.kv_offloading_size}"
-        if self.mode != "inference":
-            raise ConfigError(f"{setting} is for inference, found mode={self.mode!r}: leave it out")
         if self.enable_prefix_caching is False:
             raise ConfigError(
                 f"{setting} keeps what the prefix cache evicts, found enable_prefix_caching=False: leave one of them "
                 "out"
             )
-
-    def _check_dropless(self) -> None:
-        if not self.cuda_graph_moe_dropless:
-            return
-        modules, impls = self.cuda_graph_modules, ("local", "full_iteration")
-        if self.mode != "training" or self.cuda_graph_impl not in impls or (modules and "moe" not in modules):
-            raise ConfigError(
-                "cuda_graph_moe_dropless=True captures whole MoE layers of a training job: set mode='training', "
-                "cuda_graph_impl='local' with cuda_graph_modules=['moe', …] or none (whole layers), or "
-                "cuda_graph_impl='full_iteration'; found "
-                f"mode={self.mode!r}, cuda_graph_impl={self.cuda_graph_impl!r}, cuda_graph_modules={list(modules)}"
-            )
-
-    def vision_settings(self) -> VisionSettings:
-        """Return the settings of a vision encoder's graphs, resolved. Raises GraphConfigError."""
-        return vision_settings(
-            self.vision_cuda_graph_impl,
-            self.vision_cuda_graph_scope,
-            self.max_vision_cuda_graph_seq_length,
-            self.vision_token_budgets,
-            self.vision_max_images,
-            warmup_steps=self.cuda_graph_warmup_steps,
-        )
-
-    def _check_vision(self) -> None:
-        settings = self.vision_settings()
-        impl = settings.graphs.cuda_graph_impl
-        for name, value in (
-            ("vision_cuda_graph_impl", impl),
-            ("vision_cuda_graph_scope", settings.graphs.cuda_graph_modules),
-            ("vision_token_budgets", settings.budgets),
-        ):
-            object.__setattr__(self, name, value)
-        if impl == "none":
-            return
-        setting = f"vision_cuda_graph_impl={impl!r}"
-        if self.mode != "training":
-            raise ConfigError(f"{setting} captures training: set mode='training', or leave it out")
-        if self.cuda_graph_impl == "full_iteration":
-            raise ConfigError(
-                f"{setting} captures the encoder's layers, but cuda_graph_impl='full_iteration' captures the whole "
-                "iteration, the encoder included: leave one of them out"
-            )
-
-    def _check_tensor_parallel(self) -> None:
-        setting = f"tensor_parallel_size={self.tensor_parallel_size}"
-        if self.mode == "training":
-            raise ConfigError(f"{setting} applies to inference only; in a training job Megatron-Core splits the model")
 
     def _check_buckets(self, sizes: tuple[int, ...]) -> None:
         """Check graph_buckets, also against max_num_seqs once that is set (at the latest by `resolve()`)."""
@@ -402,72 +323,45 @@ class EngineConfig(NamesFields):
 
     def megatron_graph_config(self) -> MegatronGraphConfig:
         """Return the graph settings in Megatron's vocabulary, with defaults resolved and combinations checked."""
-        training = self.mode == "training"
         graphs = MegatronGraphConfig(
             cuda_graph_impl=self.cuda_graph_impl,
             inference_cuda_graph_scope=self.inference_cuda_graph_scope or None,  # type: ignore[arg-type]
-            cuda_graph_modules=self.cuda_graph_modules,
-            cuda_graph_warmup_steps=self.cuda_graph_warmup_steps,
-            training=training,
-            moe_dropless=self.cuda_graph_moe_dropless,
-            model_facts_known=not training,  # `attach` checks them against the model
+            training=False,
         )
-        # A deprecated value among the modules may have selected another scope than Megatron's default.
         if self.inference_cuda_graph_scope or graphs.inference_cuda_graph_scope != "layer":
             return graphs
-        return dataclasses.replace(graphs, inference_cuda_graph_scope=self._default_scope("local"))
-
-    def _default_scope(self, impl: str) -> str:
-        return "block" if impl == "local" and self.mode == "inference" else "none"
+        return dataclasses.replace(graphs, inference_cuda_graph_scope=_default_scope("local"))
 
     @classmethod
-    def from_megatron(cls, source: object, **overrides: Any) -> EngineConfig:
+    def from_megatron(cls, source: object, **overrides: Any) -> Any:
         """Build from the graph settings of a Megatron configuration.
 
         `source` is a TransformerConfig, an arguments namespace or a mapping, of any version, deprecated fields
-        included. `overrides` are fields of this class and take precedence. Raises GraphConfigError for combinations
-        that Megatron rejects too. Build the model itself with `cuda_graph_impl="none"`.
+        included. `overrides` are fields of the configuration and take precedence; with `mode="training"` it is a
+        TrainingConfig. Raises GraphConfigError for combinations that Megatron rejects too. Build the model itself with
+        `cuda_graph_impl="none"`.
         """
-        training = overrides.get("mode") == "training"
-        # `attach` and `capture_forward_backward` check the RNG state tracker themselves.
-        graphs = MegatronGraphConfig.from_megatron(
-            source,
-            training=training,
-            **({"inference_cuda_graph_scope": "none", "use_cudagraphable_rng": True} if training else {}),
-        )
-        values: dict[str, Any] = {
+        if overrides.get("mode") == "training":
+            return TrainingConfig.from_megatron(source, **_of_training(overrides))
+        graphs = MegatronGraphConfig.from_megatron(source, training=False)
+        values = {
             "cuda_graph_impl": graphs.cuda_graph_impl,
             "inference_cuda_graph_scope": graphs.inference_cuda_graph_scope,
-            "cuda_graph_modules": graphs.cuda_graph_modules,
-            "cuda_graph_warmup_steps": graphs.cuda_graph_warmup_steps,
         }
-        if training and graphs.cuda_graph_impl != "full_iteration":
-            values |= _packed_settings(source)
-        if training:
-            values |= {name: value for name in VISION_NAMES if (value := _setting(source, name)) is not None}
         return cls(**(values | overrides))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """Build from a dict of field values. Raises ConfigError for an unknown key, naming the nearest known one."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for kind in (cls, TrainingConfig) for field in dataclasses.fields(kind)}
         for key in values:
             if key not in known:
                 raise ConfigError(f"unknown engine setting {key!r}{did_you_mean(key, known)}")
         return cls(**values)
 
 
-def _packed_settings(source: object) -> dict[str, Any]:
-    """Return the settings of packed sequences in a Megatron configuration, off unless its switch is on."""
-    found = {}
-    for name in ("cuda_graph_packed_seq", "cuda_graph_max_packed_seqs"):
-        found[name] = _setting(source, name)
-    return found if found["cuda_graph_packed_seq"] is not None else {}
-
-
-def _setting(source: object, name: str) -> Any:
-    """Return a setting of a Megatron configuration; None if it is absent."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+def _default_scope(impl: str) -> str:
+    return "block" if impl == "local" else "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,11 @@ from engine.protocol.sleep import KV_CACHE, parts_of_level
 from engine.text.bad_words import bad_word_ids
 from engine.text.scoring import Scoring, cosine, pairs_of
 from engine.text.tokenizer import Tokenizer
-from engine.training_engine import TrainingEngine
+from engine.training.engine import TrainingEngine
+from engine.training_config import TrainingConfig
 from engine.utils.progress import Progress
-from graph_cache.pool import GraphPool
-from graph_cache.validation import names_arguments
+from graph_cache.core.pool import GraphPool
+from graph_cache.utils.validation import names_arguments
 
 PROGRESS_DELAY = 2.0  # seconds of generation before its progress is shown
 _EXAMPLE = "Engine(EngineConfig(model='smollm2-135m-instruct'))"
@@ -47,7 +48,7 @@ class Engine:
     Threads may call it at the same time: their requests run in the same batches.
 
     `Engine(config)` loads the model; use it in a `with` block or call `close()`. Raises ConfigError or ModelError. With
-    `mode="training"` it returns a TrainingEngine instead (`engine/training_engine.py`), which may share the `pool` of
+    `mode="training"` it returns a TrainingEngine instead (`engine/training/engine.py`), which may share the `pool` of
     an inference engine.
 
     `model`: a Megatron-Core GPTModel to serve on its own parameters, instead of loading one. `config.model`, if set,
@@ -56,13 +57,17 @@ class Engine:
 
     @names_arguments
     def __new__(
-        cls, config: EngineConfig | None = None, *, pool: GraphPool | None = None, model: torch.nn.Module | None = None
+        cls,
+        config: EngineConfig | TrainingConfig | None = None,
+        *,
+        pool: GraphPool | None = None,
+        model: torch.nn.Module | None = None,
     ) -> Any:
-        if not isinstance(config, EngineConfig | None):
+        if not isinstance(config, EngineConfig | TrainingConfig | None):
             raise ConfigError(f"found config of type {type(config).__name__}: give an EngineConfig, as in {_EXAMPLE}")
         if isinstance(model, str):
             raise ConfigError(f"model is the name {model!r}: give it in the configuration, as in {_EXAMPLE}")
-        if config is not None and config.mode == "training":
+        if isinstance(config, TrainingConfig):
             if model is not None:
                 raise ConfigError("model is for inference; pass the model to a training engine with attach(model)")
             return TrainingEngine(config, pool)

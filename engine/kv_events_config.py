@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from graph_cache.validation import did_you_mean, is_whole_number
+from graph_cache.utils.validation import did_you_mean, is_whole_number
 
 SETTING = "kv_events_config"
 PUBLISHERS = ("null", "zmq")

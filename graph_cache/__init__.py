@@ -1,8 +1,8 @@
 """Capture, plan and replay graphs of any callable with a batch dimension.
 
 This package handles tensors and callables only; it has no notion of models, tokens or HTTP. Suggested reading order:
-buckets, keys, pool, runner, site, cache. Names are imported on first use, so that settings can be read without
-loading torch.
+buckets, keys, pool, runner, site, cache (in `core/`). Names are imported on first use, so that settings can be read
+without loading torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graph_cache.buckets import Buckets, default_ladder
-    from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
-    from graph_cache.cache import GraphCache, Ran
-    from graph_cache.capture_state import CaptureState, CaptureStatus
     from graph_cache.config import GraphConfig
+    from graph_cache.core.addresses import AddressBook, Moved
+    from graph_cache.core.buckets import Buckets, default_ladder
+    from graph_cache.core.buffers import BATCH, BufferSpec, StaticBuffers
+    from graph_cache.core.cache import GraphCache, Ran
+    from graph_cache.core.capture_state import CaptureState, CaptureStatus
+    from graph_cache.core.host_ring import HostRing, Ticket
+    from graph_cache.core.keys import GraphKey, Plan
+    from graph_cache.core.manifest import Manifest
+    from graph_cache.core.pool import GraphPool
+    from graph_cache.core.runner import GraphRunner, RunnerState
+    from graph_cache.core.site import Site
     from graph_cache.errors import (
         CaptureError,
         CaptureRefused,
@@ -25,24 +32,17 @@ if TYPE_CHECKING:
         ManifestError,
         SignatureMismatch,
     )
-    from graph_cache.guards.addresses import AddressBook, Moved
-    from graph_cache.host_ring import HostRing, Ticket
-    from graph_cache.keys import GraphKey, Plan
-    from graph_cache.manifest import Manifest
-    from graph_cache.pool import GraphPool
-    from graph_cache.runner import GraphRunner, RunnerState
-    from graph_cache.site import Site
     from graph_cache.tuning.budget_tuner import TokenBudgets, tune_token_budgets
     from graph_cache.tuning.packed_tuner import PackedTuning, tune_packed
     from graph_cache.tuning.tuner import tune
 
 _EXPORTS = {
-    "guards.addresses": ("AddressBook", "Moved"),
-    "buckets": ("Buckets", "default_ladder"),
+    "core.addresses": ("AddressBook", "Moved"),
+    "core.buckets": ("Buckets", "default_ladder"),
     "tuning.budget_tuner": ("TokenBudgets", "tune_token_budgets"),
-    "buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
-    "cache": ("GraphCache", "Ran"),
-    "capture_state": ("CaptureState", "CaptureStatus"),
+    "core.buffers": ("BATCH", "BufferSpec", "StaticBuffers"),
+    "core.cache": ("GraphCache", "Ran"),
+    "core.capture_state": ("CaptureState", "CaptureStatus"),
     "config": ("GraphConfig",),
     "errors": (
         "CaptureError",
@@ -53,13 +53,13 @@ _EXPORTS = {
         "ManifestError",
         "SignatureMismatch",
     ),
-    "keys": ("GraphKey", "Plan"),
-    "manifest": ("Manifest",),
+    "core.keys": ("GraphKey", "Plan"),
+    "core.manifest": ("Manifest",),
     "tuning.packed_tuner": ("PackedTuning", "tune_packed"),
-    "pool": ("GraphPool",),
-    "host_ring": ("HostRing", "Ticket"),
-    "runner": ("GraphRunner", "RunnerState"),
-    "site": ("Site",),
+    "core.pool": ("GraphPool",),
+    "core.host_ring": ("HostRing", "Ticket"),
+    "core.runner": ("GraphRunner", "RunnerState"),
+    "core.site": ("Site",),
     "tuning.tuner": ("tune",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
+from graph_cache.utils.validation import NamesFields, did_you_mean, is_whole_number
 
 INFERENCE_SCOPES = ("none", "layer", "block")
 DEFAULT_SHARE = 0.002  # an eager decode step takes 16 ms of Python, a replay 0.7

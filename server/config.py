@@ -19,7 +19,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.text.parsing.selection import AUTO, reasoning_format, tool_format
-from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
+from graph_cache.utils.validation import NamesFields, did_you_mean, is_whole_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 LOG_FORMATS = ("text", "json")

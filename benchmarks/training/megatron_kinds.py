@@ -159,11 +159,11 @@ def _hybrid(config: TransformerConfig, args: argparse.Namespace) -> nn.Module:
         )
     from megatron.core.models.mamba import MambaModel
 
-    from graph_cache.adapters.megatron import cpu_mamba
+    from tests.support.megatron_mamba import hybrid_stack_spec
 
     return MambaModel(
         config,
-        cpu_mamba.hybrid_stack_spec(),
+        hybrid_stack_spec(),
         VOCABULARY,
         args.length,
         hybrid_override_pattern=pattern_of(args.layers),

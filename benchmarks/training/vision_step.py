@@ -84,7 +84,7 @@ def set_up(way: str, most: int, args: argparse.Namespace) -> tuple[Callable[[int
         engines.append(Engine(settings))
         engines[0].attach(model)
     elif way == "padded":
-        from engine.vision.padding import PaddedImages
+        from engine.training.vision.padding import PaddedImages
 
         PaddedImages(model.tower, settings.vision_token_budgets or (), settings.vision_max_images).begin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=device.type == "cuda")

@@ -55,7 +55,7 @@ def label_cells(app: Sphinx, page: str, template: str, context: dict[str, Any], 
 
 def show_fields(app: Sphinx, what: str, name: str, obj: Any, options: object, signature: str, returns: str) -> Any:
     """Show the fields of a settings class, whose `__new__` takes anything in order to name misspelt ones."""
-    from graph_cache.validation import NamesFields
+    from graph_cache.utils.validation import NamesFields
 
     if what == "class" and issubclass(obj, NamesFields):
         return stringify_signature(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.protocol.slot_assignment import SlotAssignment
-from graph_cache.shadow import WrittenMemory
+from graph_cache.core.shadow import WrittenMemory
 
 
 class StepRows(NamedTuple):

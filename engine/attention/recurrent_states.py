@@ -16,7 +16,7 @@ from engine.attention.cache_spec import CacheSpec, recurrent_layers
 from engine.attention.model_state import ModelState, StepRows
 from engine.protocol.slot_assignment import SlotAssignment
 from engine.utils.async_copy import ids_to
-from graph_cache.shadow import Rows, WrittenMemory
+from graph_cache.core.shadow import Rows, WrittenMemory
 
 
 class RecurrentStates(ModelState):

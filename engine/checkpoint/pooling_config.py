@@ -18,7 +18,7 @@ from engine.checkpoint.source import ModelSource
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.protocol.pooling import PoolingConfig
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 MODULES = "modules.json"
 TRANSFORMER = "sentence_bert_config.json"

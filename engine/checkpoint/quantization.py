@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from engine.checkpoint.json_files import read_json_object
 from engine.errors import ModelError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 logger = logging.getLogger(__name__)
 

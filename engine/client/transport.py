@@ -27,7 +27,7 @@ from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.child import ChildProcess
 from engine.utils.processes.log import log_format, set_up_child_log
-from graph_cache.garbage import no_garbage_collections
+from graph_cache.utils.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 OnReport = Callable[[Report], None]

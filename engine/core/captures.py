@@ -10,8 +10,8 @@ from typing import Any
 from engine.config import ResolvedConfig
 from engine.core.steps import Steps
 from engine.executor.interface import Executor
-from graph_cache.interrupts import CaptureInterrupted
-from graph_cache.keys import GraphKey
+from graph_cache.backends.interrupts import CaptureInterrupted
+from graph_cache.core.keys import GraphKey
 
 logger = logging.getLogger(__name__)
 

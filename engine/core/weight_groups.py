@@ -18,7 +18,7 @@ from engine.core.pending import Pending
 from engine.distributed.weight_group import PACKED_BYTES, TIMEOUT_SECONDS, WeightGroup, tensor_specs
 from engine.errors import RequestError
 from engine.utils.daemon_thread import in_background
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 
 class _Joined(NamedTuple):

@@ -11,7 +11,7 @@ from engine.scheduling.batch import Batch
 from engine.worker.async_output import AsyncStepOutput
 from engine.worker.capabilities import Capabilities
 from engine.worker.worker import Worker
-from graph_cache.cache import GraphCache
+from graph_cache.core.cache import GraphCache
 
 
 class Executor(Protocol):

@@ -34,7 +34,7 @@ from engine.protocol.messages import ModelInfo
 from engine.protocol.outputs import CompletionOutput, RequestOutput, Sample
 from engine.protocol.request import SamplingParams, check_prompt_ids, mix64, split_n
 from engine.text.tokenizer import Tokenizer
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 try:
     from engine.integrations.local_ray import start_ray  # before Ray
@@ -172,7 +172,7 @@ class RolloutPool:
         self.config = config or EngineConfig()
         if not is_whole_number(engines, 1):
             raise ConfigError(f"engines={engines!r}: give a positive number")
-        if self.config.mode != "inference":
+        if not isinstance(self.config, EngineConfig):  # but a TrainingConfig
             raise ConfigError(f"mode={self.config.mode!r}: a pool generates; use mode='inference'")
         if self.config.device.startswith("cuda:"):
             raise ConfigError(f"device={self.config.device!r}: Ray gives each engine its GPUs: set device='cuda'")

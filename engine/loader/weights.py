@@ -26,7 +26,7 @@ from engine.models.config import ModelConfig, TensorNames
 from engine.models.interface import Model
 from engine.models.registry import build_model, config_from_folder
 from engine.utils.progress import Progress
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 READABLE_DTYPES = PLAIN_DTYPES
 NAMES = TensorNames()

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.layers.moe import EXPERT_ALIGNMENT
 from engine.models.config import MAX_LAYERS, Family, Fields, ModelConfig
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 MAX_EXPERTS = 1024
 

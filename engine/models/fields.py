@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ModelError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 MAX_LAYERS = 1024
 MAX_SIZE = 2**24

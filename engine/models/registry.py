@@ -38,7 +38,7 @@ from engine.models.mixtral import MIXTRAL, read_mixtral_config
 from engine.models.olmoe import OLMOE, read_olmoe_config
 from engine.models.qwen_moe import QWEN2_MOE, QWEN3_MOE, read_qwen2_moe_config, read_qwen3_moe_config
 from engine.models.smollm3 import SMOLLM3, read_smollm3_config
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 ENTRY_POINT_GROUP = "encore.models"
 CLASSIFIER = "ForSequenceClassification"

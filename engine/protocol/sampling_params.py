@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.protocol.pooling import check_pooling
 from engine.protocol.structured_outputs import StructuredOutputs
-from graph_cache.validation import NamesFields, did_you_mean
+from graph_cache.utils.validation import NamesFields, did_you_mean
 
 GREEDY_BELOW = 1e-5  # below it, logits / temperature can overflow, and sampling is greedy anyway
 MAX_TOKENS = 2**31 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.errors import RequestError
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 WEIGHTS, GRAPHS, KV_CACHE = "weights", "cuda_graph", "kv_cache"
 MEMORY_PARTS = (WEIGHTS, GRAPHS, KV_CACHE)

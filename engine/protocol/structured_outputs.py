@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 MAX_GRAMMAR_CHARS = 2**18  # of a schema or grammar as text: OpenAI's limit is 120,000
 MAX_CHOICES = 4096

@@ -34,7 +34,7 @@ from engine.text.folder_tokenizer import (
 )
 from engine.text.load_warnings import warn
 from engine.text.parsing.selection import MARKERS
-from graph_cache.garbage import no_garbage_collections
+from graph_cache.utils.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 from engine.sampling.logprobs import DeviceLogprobs
 from engine.sampling.sampler import SampleResult
 from engine.utils.async_copy import Download
-from graph_cache.host_ring import Ticket
+from graph_cache.core.host_ring import Ticket
 
 MAX_STEPS_IN_FLIGHT = 2  # one running on the device and one enqueued behind it
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import ResolvedConfig
 from engine.protocol.messages import ModelInfo
-from graph_cache.cpu_threads import ThreadTuner
+from graph_cache.utils.cpu_threads import ThreadTuner
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from engine.worker.input_buffers import Layout
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
 from engine.worker.routed_experts import RoutedExperts
 from engine.worker.written_memory import written_experts, written_slots
-from graph_cache.buckets import Buckets
-from graph_cache.buffers import StaticBuffers
-from graph_cache.guards.addresses import AddressBook
-from graph_cache.shadow import WrittenMemory
-from graph_cache.site import Site
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.buffers import StaticBuffers
+from graph_cache.core.shadow import WrittenMemory
+from graph_cache.core.site import Site
 
 SITE = "decode"
 SHARED_SITE = "decode_shared"  # the step of rows that share prefixes

@@ -15,7 +15,7 @@ import torch
 from engine.attention.metadata import SlotState
 from engine.scheduling.batch import Batch
 from engine.worker.prefix_groups import group_by_prefix, max_groups_of
-from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.core.buffers import BATCH, BufferSpec, StaticBuffers
 
 
 class Layout(NamedTuple):

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from engine.worker.model_runner import ModelRunner
-from graph_cache.keys import GraphKey
+from graph_cache.core.keys import GraphKey
 
 logger = logging.getLogger(__name__)
 

@@ -58,13 +58,13 @@ from engine.worker.step_input import (
     VerifyInput,
 )
 from graph_cache.backends import backend_for
-from graph_cache.buckets import Buckets
-from graph_cache.cache import GraphCache
-from graph_cache.guards.addresses import AddressBook
-from graph_cache.host_ring import HostRing
-from graph_cache.manifest import Manifest
-from graph_cache.pool import GraphPool
-from graph_cache.site import Site
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.host_ring import HostRing
+from graph_cache.core.manifest import Manifest
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.site import Site
 
 logger = logging.getLogger(__name__)
 

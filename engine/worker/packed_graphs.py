@@ -25,11 +25,11 @@ from engine.scheduling.request import Request
 from engine.utils.async_copy import ids_to, upload
 from engine.worker.routed_experts import RoutedExperts
 from engine.worker.written_memory import written_experts, written_slots
-from graph_cache.buckets import Buckets
-from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
-from graph_cache.guards.addresses import AddressBook
-from graph_cache.shadow import Whole, WrittenMemory
-from graph_cache.site import Site
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.core.shadow import Whole, WrittenMemory
+from graph_cache.core.site import Site
 
 TOKEN_BUCKETS = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512))
 """Token buckets below max_num_batched_tokens, which is a bucket too. They are dense at small sizes: under load, each

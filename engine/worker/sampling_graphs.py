@@ -15,12 +15,12 @@ from torch import Tensor
 
 from engine.sampling.logprobs import SCORE_COLUMNS
 from engine.sampling.sampler import Sampler, SampleResult
-from graph_cache.buckets import Buckets
-from graph_cache.buffers import BATCH, BufferSpec, StaticBuffers
-from graph_cache.cache import GraphCache
-from graph_cache.guards.addresses import AddressBook
-from graph_cache.shadow import Rows
-from graph_cache.site import Site
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.buffers import BATCH, BufferSpec, StaticBuffers
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.shadow import Rows
+from graph_cache.core.site import Site
 
 SITE = "sampling"
 LOGPROBS_SITE = "logprobs"

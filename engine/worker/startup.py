@@ -38,7 +38,7 @@ from engine.worker.releasable import new_region
 from engine.worker.sizing import resolve
 from engine.worker.worker import Worker
 from graph_cache.backends.base import Region
-from graph_cache.manifest import Manifest
+from graph_cache.core.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from engine.worker.step_input import (
     StepInput,
     VerifyInput,
 )
-from graph_cache.cache import GraphCache
+from graph_cache.core.cache import GraphCache
 
 
 class StepBuilder:

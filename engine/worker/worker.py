@@ -35,10 +35,10 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.releasable import ReleasableMemory
 from engine.worker.step_input import MaskInput, StepInput
 from graph_cache.backends.base import Region
-from graph_cache.cpu_threads import ThreadTuner, threads_are_unset
-from graph_cache.keys import GraphKey
-from graph_cache.manifest import Manifest
-from graph_cache.validation import did_you_mean
+from graph_cache.core.keys import GraphKey
+from graph_cache.core.manifest import Manifest
+from graph_cache.utils.cpu_threads import ThreadTuner, threads_are_unset
+from graph_cache.utils.validation import did_you_mean
 
 FIRST_WEIGHT_VERSION = "initial"
 

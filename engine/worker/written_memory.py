@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.kv_cache import KVCache
 from engine.worker.routed_experts import RoutedExperts
-from graph_cache.shadow import Rows, Whole, WrittenMemory
+from graph_cache.core.shadow import Rows, Whole, WrittenMemory
 
 
 def written_slots(kv: KVCache, page_tables: Tensor, rows: Tensor, positions: Tensor) -> list[WrittenMemory]:

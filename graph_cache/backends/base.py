@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from graph_cache.backends.interrupts import Interrupts
 from graph_cache.backends.saved_states import SavedStates
-from graph_cache.digest import Digest
 from graph_cache.guards.reference import Reference
-from graph_cache.interrupts import Interrupts
+from graph_cache.utils.digest import Digest
 
 
 class CapturedGraph(Protocol):

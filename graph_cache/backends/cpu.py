@@ -18,11 +18,11 @@ from graph_cache.backends.cpu_digest import digest_of
 from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.backends.cpu_program import Call, bind, loop_program, torchscript_program
 from graph_cache.backends.cpu_tape import Tape, TapeRecorder
+from graph_cache.backends.interrupts import Interrupts
 from graph_cache.backends.saved_states import SavedStates
-from graph_cache.digest import Digest
 from graph_cache.errors import CaptureError, GraphClosed
 from graph_cache.guards.reference import Reference
-from graph_cache.interrupts import Interrupts
+from graph_cache.utils.digest import Digest
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graph_cache.backends.cpu_tape import Ref, Tape
-from graph_cache.digest import Digest, Numbers, hashed
+from graph_cache.utils.digest import Digest, Numbers, hashed
 
 PLAIN = frozenset((type(None), bool, int, float, complex, str))
 

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from graph_cache.guards.ownership import CORE, TORCH, is_core_file
-from graph_cache.profiling import profiled
+from graph_cache.utils.profiling import profiled
 
 SETTERS = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
 _CHECKPOINT = torch.utils.checkpoint.__file__

@@ -25,7 +25,7 @@ from graph_cache.errors import CaptureRefused
 from graph_cache.guards.audit import higher_order_refusal
 from graph_cache.guards.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.guards.namespaces import state_of
-from graph_cache.profiling import unprofiled
+from graph_cache.utils.profiling import unprofiled
 
 aten = torch.ops.aten
 MOVES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_"}

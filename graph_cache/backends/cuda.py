@@ -19,10 +19,10 @@ from graph_cache.backends.cuda_digest import Node, captured_nodes, digest_of
 from graph_cache.backends.cuda_generators import CudaSavedStates
 from graph_cache.backends.cuda_nodes import has_nodes, pageable_copies
 from graph_cache.backends.cuda_region import CudaRegion, segments_of
+from graph_cache.backends.interrupts import Interrupts
 from graph_cache.errors import CaptureError, CaptureRefused, GraphClosed
 from graph_cache.guards.library_state import weight_update_flag
 from graph_cache.guards.reference import Reference
-from graph_cache.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 

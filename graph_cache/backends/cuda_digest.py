@@ -27,7 +27,7 @@ from graph_cache.backends.cuda_nodes import (
     memory_type_result,
     nodes_of,
 )
-from graph_cache.digest import Digest, hashed
+from graph_cache.utils.digest import Digest, hashed
 
 _KERNEL, _MEMSET = 0, 2  # of CUgraphNodeType
 _MAX_ARGUMENTS = 4096

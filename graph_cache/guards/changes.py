@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from graph_cache.guards.namespaces import MISSING, Contents, Hidden, Namespace
 from graph_cache.guards.ownership import is_own_variable, own_environment
-from graph_cache.guards.search import MAX_NAMESPACES, Ran, reachable
+from graph_cache.guards.search import MAX_NAMESPACES, RunCode, reachable
 from graph_cache.guards.torch_settings import SETTINGS, Setting, autocast_state
 from graph_cache.guards.values import same, same_items
 
@@ -53,7 +53,7 @@ class HostState:
         libraries: bool = True,
         ignored: Sequence[Any] = (),
         gradients: bool = False,
-        ran: Ran | None = None,
+        ran: RunCode | None = None,
         process: bool = False,
     ):
         found = reachable(roots, ignored=ignored, ran=ran)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from graph_cache.garbage import no_garbage_collections
 from graph_cache.guards.audit import storage_of
 from graph_cache.guards.namespaces import Cell
 from graph_cache.guards.ownership import (
@@ -33,7 +32,8 @@ from graph_cache.guards.ownership import (
     looks_operators_up,
 )
 from graph_cache.guards.search import global_names
-from graph_cache.profiling import profiled
+from graph_cache.utils.garbage import no_garbage_collections
+from graph_cache.utils.profiling import profiled
 
 _DYNAMO = f"{TORCH}_dynamo{os.sep}"
 PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))

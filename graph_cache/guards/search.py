@@ -52,7 +52,7 @@ _WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "disp
 _VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 
 
-class Ran(Protocol):
+class RunCode(Protocol):
     """The code of an observed run. `own` is that outside of installed packages, with the globals that it ran with."""
 
     @property
@@ -91,7 +91,7 @@ def reachable(
     roots: Sequence[tuple[str, Any]],
     without: tuple[type, ...] = (),
     ignored: Sequence[Any] = (),
-    ran: Ran | None = None,
+    ran: RunCode | None = None,
     names: Container[Any] | None = None,
 ) -> Namespaces:
     """Return the namespaces reachable from these named values, each once.
@@ -166,7 +166,7 @@ def _patched_methods(kind: type, names: Container[str]) -> tuple[str, ...]:
     )
 
 
-def _namespaces_of(path: str, value: Any, ran: Ran | None) -> Iterator[Namespace]:
+def _namespaces_of(path: str, value: Any, ran: RunCode | None) -> Iterator[Namespace]:
     if isinstance(value, types.FunctionType):
         if ran is None or (value.__code__ in ran and searched(value.__module__) is Searched.ALL):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

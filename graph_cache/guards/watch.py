@@ -309,7 +309,7 @@ def _indirect_names(namespaces: Sequence[Namespace], reads: Reads) -> set[str]:
 # ---- versions --------------------------------------------------------------------------------------------------------
 
 
-class Versions:
+class ValueVersions:
     """A number for the current values of a Watch, which stays the same when more values are watched.
 
     `modules` are those whose modes, hooks and children are watched elsewhere.
@@ -321,7 +321,7 @@ class Versions:
         self._next = 0
         self._last: tuple[Any, int] = (None, 0)
         self._made = False  # the last observed run made values that did not exist
-        self.extensions = 0  # observed runs so far, each of which may change what is watched
+        self.observed_runs = 0  # each may change what is watched
 
     def current(self) -> int:
         """Return the number of the current values: an earlier one, if they are as they were then."""
@@ -349,7 +349,7 @@ class Versions:
             self._next += 1
             number = self._next
         self._numbers, self._last = {self.watch.signature(): number}, (None, 0)
-        self.extensions += 1
+        self.observed_runs += 1
 
     def exclude(self, values: set[Place], made: bool) -> None:
         """Stop watching these values. `made`: the run made others that did not exist."""
@@ -367,21 +367,21 @@ class Versions:
         self._numbers[self.watch.signature()], self._last = number, (None, 0)
 
 
-class AllVersions:
-    """The numbers of several Versions. A value that many of them watch is read once."""
+class CombinedVersions:
+    """The numbers of several ValueVersions. A value that many of them watch is read once."""
 
-    def __init__(self, versions: Sequence[Versions]):
+    def __init__(self, versions: Sequence[ValueVersions]):
         self._versions = versions
         self._union = Watch()
-        self._extensions: list[int] = []
+        self._observed_runs: list[int] = []
         self._signature: tuple[Any, ...] | None = None
         self._numbers: list[int] = []
 
     def current(self) -> list[int]:
-        """Return the number of each; see `Versions.current`."""
-        extensions = list(map(_extensions, self._versions))
-        if extensions != self._extensions:
-            self._extensions, self._signature = extensions, None
+        """Return the number of each; see `ValueVersions.current`."""
+        observed_runs = list(map(_observed_runs, self._versions))
+        if observed_runs != self._observed_runs:
+            self._observed_runs, self._signature = observed_runs, None
             self._union = Watch.union(one.watch for one in self._versions)
         signature = self._union.signature()
         if signature is not self._signature:
@@ -389,7 +389,7 @@ class AllVersions:
         return self._numbers
 
 
-_extensions = attrgetter("extensions")
+_observed_runs = attrgetter("observed_runs")
 
 
 # ---- tensors and hooks -----------------------------------------------------------------------------------------------

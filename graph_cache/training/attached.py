@@ -24,7 +24,7 @@ from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.observation import Observation, read_by
 from graph_cache.guards.search import ANY_CODE, reachable
-from graph_cache.guards.watch import GLOBAL_HOOKS, AllVersions, Versions
+from graph_cache.guards.watch import GLOBAL_HOOKS, CombinedVersions, ValueVersions
 from graph_cache.training.ambient_state import AmbientState
 from graph_cache.training.compiled import COMPILED_CALL, at_compile_time, is_compiled
 from graph_cache.training.side_effects import constant_numbers, current_numbers
@@ -87,7 +87,7 @@ class Attachment:
     generators: Sequence[torch.Generator] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
     fired: Callable[[Hook], bool] | None = None
-    surroundings: AmbientState | None = None
+    ambient: AmbientState | None = None
 
 
 DATA_PARALLEL = frozenset(("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"))
@@ -174,9 +174,7 @@ class AttachedModule:
     Raises GraphConfigError if the method is already replaced.
     """
 
-    def __init__(
-        self, part: Part, fired: Callable[[Hook], bool] | None = None, surroundings: AmbientState | None = None
-    ):
+    def __init__(self, part: Part, fired: Callable[[Hook], bool] | None = None, ambient: AmbientState | None = None):
         name, module = part.name, part.module
         self.name = name
         self.module = module
@@ -205,7 +203,7 @@ class AttachedModule:
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
-        self.uncopied_pair: Any = None  # the pair that returns its gradients uncopied; others copy
+        self.uncopied: Any = None  # graphs that return their gradients uncopied; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())
         if part.submodules:
@@ -223,7 +221,7 @@ class AttachedModule:
         ]
         self.hooks += GLOBAL_HOOKS
         # State of others: hooks run outside captures, and adapters recreate what they set.
-        self.ignored = [one for one in (surroundings, part.carry, *self.hooks) if one is not None]
+        self.ignored = [one for one in (ambient, part.carry, *self.hooks) if one is not None]
         self.ignored += [module._forward_hooks, module._forward_pre_hooks]
         floats = [(vars(module), name) for module in self.submodules for name in constant_numbers(module)]
         self.float_owners = [owner for owner, _ in floats]
@@ -235,12 +233,12 @@ class AttachedModule:
         self.ran: Reads | None = None  # code that calls have executed
         self.backward_ran: Reads | None = None
         self.observed_calls = 0
-        self.versions = Versions(self.submodules)
+        self.versions = ValueVersions(self.submodules)
         # Compiled code would be compiled anew under a profiler. A data-parallel wrapper is never captured.
         self._unobserved = compiled_in_place or any(map(is_compiled, self.submodules))
         self._unobserved |= any(map(is_data_parallel, self.submodules))
         self._fired = fired
-        self.surroundings = surroundings
+        self.ambient = ambient
         self._hooks_to_run: list[tuple[nn.Module, Hook]] = []
         self.refresh()
 
@@ -411,11 +409,11 @@ class AttachedModule:
 
     def ambient_state(self) -> Hashable:
         """Return the current ambient state of a call."""
-        return None if self.surroundings is None else self.surroundings.of(self.submodules)
+        return None if self.ambient is None else self.ambient.of(self.submodules)
 
     def recreate_ambient_state(self, seen: Hashable) -> AbstractContextManager:
         """Return a context that recreates the observed ambient state for a capture."""
-        return nullcontext() if self.surroundings is None else self.surroundings.recreate(self.submodules, seen)
+        return nullcontext() if self.ambient is None else self.ambient.recreate(self.submodules, seen)
 
     def fire_hooks(self) -> None:
         """Run the allowed pre-hooks, which a replay skips."""
@@ -430,13 +428,13 @@ class AttachedModule:
     def before_replay(self) -> None:
         """Do the host-side work that an eager call does before its kernels."""
         self.fire_hooks()
-        if self.surroundings is not None:
-            self.surroundings.replaying(self.submodules)
+        if self.ambient is not None:
+            self.ambient.replaying(self.submodules)
 
     def after_replay(self) -> None:
         """Apply the host-side effects of an eager call."""
-        if self.surroundings is not None:
-            self.surroundings.replayed(self.submodules)
+        if self.ambient is not None:
+            self.ambient.replayed(self.submodules)
 
     @contextmanager
     def hooks_put_aside(self) -> Iterator[None]:
@@ -475,7 +473,7 @@ class Watched:
         self._hooks = [hooks for attached in modules for hooks in attached.hooks]
         self._float_owners = [owner for attached in modules for owner in attached.float_owners]
         self._float_names = [name for attached in modules for name in attached.float_names]
-        self._versions = AllVersions([attached.versions for attached in modules])
+        self._versions = CombinedVersions([attached.versions for attached in modules])
         self._seen: tuple[list[Any], ...] = ()
         self._changes: Counter[int] = Counter()  # by index of the float attribute
 

@@ -17,12 +17,12 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from graph_cache.errors import GraphError
-from graph_cache.layout import copy_of
-from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.training.call_graphs import CallGraphs
+from graph_cache.utils.layout import copy_of
 
 
 class Lease:
-    """The use of a pair of graphs by one forward.
+    """The use of an entry by one forward.
 
     A backward without retain_graph=True ends it with `release(index)`. If autograd frees the history before,
     `abandon(index)` is called instead, or `release` if `abandon` is None.
@@ -40,7 +40,7 @@ class Lease:
         return self._release is None
 
     def end(self) -> None:
-        """Release the pair. Further calls do nothing."""
+        """Release the entry. Further calls do nothing."""
         release, self._release = self._release, None
         if release is not None:
             release(self._index)
@@ -75,7 +75,7 @@ def _replay_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     for index in ctx.cloned:
         if results[index] is not None:
             results[index] = copy_of(results[index])
-    if not _retains_graph():  # else another backward may follow: no forward may use the pair until the history is freed
+    if not _retains_graph():  # else another backward may follow: no forward uses the entry until the history is freed
         lease.end()
     return (None, None, *results)
 
@@ -85,10 +85,10 @@ _retains_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: GraphedCall, lease: Lease, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: CallGraphs, lease: Lease, *tensors: Tensor) -> Any:
         ctx.call, ctx.lease = call, lease
         # An input's gradient may become the .grad of a leaf, or be sent to another rank while the next graph runs and
-        # overwrites that memory with temporaries. Clone it unless another pair's backward reads it immediately.
+        # overwrites that memory with temporaries. Clone it unless another entry's backward reads it immediately.
         ctx.cloned = [
             index
             for index in call.inputs_requiring_grad
@@ -114,7 +114,7 @@ _REPLAY_NODE = _Replay._backward_cls
 _apply = super(torch.autograd.Function, _Replay).apply
 
 
-def replay(call: GraphedCall, lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def replay(call: CallGraphs, lease: Lease, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Replay the forward with these inputs, and return outputs with a history that replays the backward graph."""
     return _apply(call, lease, *tensors, *call.parameters, *[tensors[index] for index in call.repeated_inputs])
 

@@ -26,8 +26,8 @@ from graph_cache.guards.torch_settings import (
     settings,
 )
 from graph_cache.guards.values import PLAIN, SameValue, kind_of
-from graph_cache.layout import copy_into, overlaps
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
+from graph_cache.utils.layout import copy_into, overlaps
 
 
 class Repeated(int):

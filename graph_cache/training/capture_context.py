@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graph_cache.cpu_threads import ThreadTuner
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
+from graph_cache.utils.cpu_threads import ThreadTuner
 
 
 @dataclass

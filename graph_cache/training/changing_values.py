@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.call import CallKey
 
 logger = logging.getLogger(__name__)

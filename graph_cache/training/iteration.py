@@ -19,10 +19,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from graph_cache.backends.base import Backend
-from graph_cache.capture_state import CaptureState, CaptureStatus
-from graph_cache.cpu_threads import ThreadTuner
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import CAPTURE_FAILED, STALE
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.runner import GraphRunner
+from graph_cache.core.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.guards.addresses import AddressBook
 from graph_cache.guards.audit import StorageAudit, storage_of
 from graph_cache.guards.changes import HostState, ProcessState
 from graph_cache.guards.code import Reads
@@ -35,12 +39,6 @@ from graph_cache.guards.refusals import iterators_read, refused_reads
 from graph_cache.guards.search import ANY_CODE, objects_with_tensors
 from graph_cache.guards.torch_settings import modes_active
 from graph_cache.guards.watch import ReadTensors, Watch, gradient_hooks_of, hooks_of
-from graph_cache.keys import CAPTURE_FAILED, STALE
-from graph_cache.layout import copy_into, copy_of, distinct, overlaps
-from graph_cache.pool import GraphPool
-from graph_cache.runner import GraphRunner
-from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, UNCHECKED, Bytes, listed
-from graph_cache.stats import CacheStats
 from graph_cache.training.call import (
     CallKey,
     Result,
@@ -73,6 +71,8 @@ from graph_cache.training.reasons import (
 from graph_cache.training.shadow_checks import Finding, compared, describe
 from graph_cache.training.side_effects import TensorHooks, made_objects
 from graph_cache.training.threads import one_at_a_time
+from graph_cache.utils.cpu_threads import ThreadTuner
+from graph_cache.utils.layout import copy_into, copy_of, distinct, overlaps
 
 logger = logging.getLogger(__name__)
 

@@ -18,23 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.capture_state import CaptureState
+from graph_cache.core.capture_state import CaptureState
 from graph_cache.errors import CaptureError, CaptureRefused
-from graph_cache.layout import distinct
 from graph_cache.training.attached import AttachedModule, ModuleState
 from graph_cache.training.call import BackwardKey, CallKey, Expected, as_kind, is_sparse
+from graph_cache.training.call_graphs import CallGraphs
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.gradients import MAX_USES
-from graph_cache.training.graphed_call import GraphedCall
 from graph_cache.training.replay_order import ReplayOrder
 from graph_cache.training.shared_inputs import RecordedInputs, SharedInput
+from graph_cache.utils.layout import distinct
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "module"
 MAX_CLONED_BYTES = 4096  # outputs up to this size are returned as copies, unless another graph reads them
 COPIED_SHARE, LOSS_SHARE = 0.5, 0.25  # limits of copied gradients: share of gradient bytes, and of forward bytes
-# (module, key, module state): a pair of graphs serves calls of one signature.
+# (module, key, module state): an entry serves calls of one signature.
 CallSignature = tuple[AttachedModule, CallKey, ModuleState]
 Source = tuple[int, int]  # (call index, output index) of an earlier call of the same microbatch
 
@@ -51,33 +51,33 @@ class Sample:
 
 
 @dataclass
-class CapturedCall:
-    """A captured pair of graphs, and the checks whether it serves a call.
+class CallEntry:
+    """The graphs of a captured call, and the checks whether it serves a call.
 
-    `capture` is the state of its signature's capture, which all pairs of the signature in this step share.
+    `capture` is the state of its signature's capture, which all entries of the signature in this step share.
     """
 
-    pair: GraphedCall
+    graphs: CallGraphs
     capture: CaptureState
     owner: AttachedModule
     state: ModuleState
     expected: Expected
     label: tuple[str, str, str, int]  # labels of the replay counter
-    aliased_inputs: list[tuple[int, int]]  # (input index, address) of inputs that alias outputs of earlier pairs
-    shared_inputs: list[tuple[int, SharedInput]]  # (input index, buffer) of inputs that other pairs read too
+    aliased_inputs: list[tuple[int, int]]  # (input index, address) of inputs that alias outputs of earlier entries
+    shared_inputs: list[tuple[int, SharedInput]]  # (input index, buffer) of inputs that other entries read too
     is_tensor: bool = False  # the call returns a single tensor
     checked: bool = False  # its first replay was compared with eager
 
     def tensors(self, owner: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Sequence[Tensor] | None:
-        """Return the tensors of a call if this pair serves it, else None."""
+        """Return the tensors of a call if this entry serves it, else None."""
         if owner is not self.owner or owner.state != self.state or not owner.has_same_parameters():
             return None
         tensors = self.expected.tensors(args, kwargs, owner.module.training, owner.ambient_state())
         return tensors if tensors is not None and self.accepts(tensors) else None
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether each input that aliases an output of an earlier pair has its address, and whether inputs that other
-        pairs share hold what those got.
+        """Whether each input that aliases an output of an earlier entry has its address, and whether inputs that other
+        entries share hold what those got.
 
         Any other tensor would have to be copied there, over one that a backward may still need.
         """
@@ -87,26 +87,26 @@ class CapturedCall:
         return all([shared.accepts(tensors[index]) for index, shared in self.shared_inputs])
 
     def remember_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Record what a replay copies into the inputs that other pairs share."""
+        """Record what a replay copies into the inputs that other entries share."""
         for index, shared in self.shared_inputs:
             shared.remember(tensors[index])
 
     def close(self) -> None:
-        """Destroy the graphs of the pair."""
-        if self.owner.uncopied_pair is self.pair:
-            self.owner.uncopied_pair = None
-        self.pair.close()
+        """Destroy the graphs."""
+        if self.owner.uncopied is self.graphs:
+            self.owner.uncopied = None
+        self.graphs.close()
 
 
 class MicrobatchGraphs:
-    """Pairs of graphs of one microbatch on one model chunk, in memory that no other microbatch uses.
+    """The entries of one microbatch on one model chunk, in memory that no other microbatch uses.
 
     `states` holds the state of each recorded signature's capture.
     """
 
     def __init__(self, context: CaptureContext, chunk: int, states: Mapping[CallSignature, CaptureState]):
         self.chunk = chunk
-        self.order: ReplayOrder[CallSignature, CapturedCall] = ReplayOrder()
+        self.order: ReplayOrder[CallSignature, CallEntry] = ReplayOrder()
         self._context, self._states = context, states
         self._memory = context.pool.new_memory()
         self._retired = False
@@ -124,18 +124,18 @@ class MicrobatchGraphs:
         """Number of recorded outputs that are kept alive until the capture."""
         return sum(map(len, self._live_outputs.values()))
 
-    def entries(self) -> Iterator[CapturedCall]:
+    def entries(self) -> Iterator[CallEntry]:
         """Iterate over the captured calls."""
-        return (entry for entry in self.order.pairs if entry is not None)
+        return (entry for entry in self.order.entries if entry is not None)
 
-    def captured(self) -> Iterator[tuple[CallSignature, CapturedCall]]:
+    def captured(self) -> Iterator[tuple[CallSignature, CallEntry]]:
         """Iterate over the captured calls with their signatures."""
-        for index, entry in enumerate(self.order.pairs):
+        for index, entry in enumerate(self.order.entries):
             if entry is not None:
                 yield self.order.signature(index), entry
 
     def find(self, signature: CallSignature) -> int | None:
-        """Return the index of a pair that may serve this signature now, or None."""
+        """Return the index of an entry that may serve this signature now, or None."""
         index = self.order.find(signature)
         while index is not None and self.is_held(index):
             index = self.order.find(signature, after=index)
@@ -148,8 +148,8 @@ class MicrobatchGraphs:
         """
         if index not in self.abandoned:
             return False
-        entry = self.order.pairs[index]
-        if entry is not None and entry.pair.is_held():
+        entry = self.order.entries[index]
+        if entry is not None and entry.graphs.is_held():
             return True
         self.abandoned.discard(index)
         return False
@@ -203,7 +203,7 @@ class MicrobatchGraphs:
         self._recorded_inputs.clear()
 
     def capture(self, repeated: Container[AttachedModule] = ()) -> None:
-        """Capture the recorded calls. If the capture of a call fails, it gets no pair and runs eager from then on.
+        """Capture the recorded calls. If the capture of a call fails, it gets no entry and runs eager from then on.
 
         `repeated`: modules that are called several times before a backward.
         """
@@ -227,25 +227,25 @@ class MicrobatchGraphs:
                 self._capture_or_refuse(index, functools.partial(self._capture_forward, index, sample))
 
     def _capture_backwards(self) -> bool:
-        """Return False if a call without a backward graph feeds other pairs, which would read unwritten outputs."""
+        """Return False if a call without a backward graph feeds other entries, which would read unwritten outputs."""
         self._choose_uncopied_gradients()
         complete = True
         for index in reversed(range(len(self.order))):
-            if (entry := self.order.pairs[index]) is not None:
+            if (entry := self.order.entries[index]) is not None:
                 with entry.owner.with_flags(entry.state):
                     self._capture_or_refuse(index, functools.partial(self._capture_backward, index))
-                complete &= self.order.pairs[index] is not None or not self._feeds_others(index)
+                complete &= self.order.entries[index] is not None or not self._feeds_others(index)
         return complete
 
     def _feeds_others(self, index: int) -> bool:
         return any(
             entry is not None and source is not None and source[0] == index
-            for entry, sample in zip(self.order.pairs, self._samples, strict=True)
+            for entry, sample in zip(self.order.entries, self._samples, strict=True)
             for source in sample.sources
         )
 
     def _choose_uncopied_gradients(self) -> None:
-        """Choose the pairs that return their gradients uncopied.
+        """Choose the entries that return their gradients uncopied.
 
         Only the first call of a module returns its gradients uncopied; gradients of the others are added to those.
 
@@ -257,10 +257,10 @@ class MicrobatchGraphs:
         """
         entries = list(self.entries())
         owners = list(dict.fromkeys(entry.owner for entry in entries))
-        parameters = {owner: [one for entry in entries if entry.owner is owner for one in entry.pair.parameters]
+        parameters = {owner: [one for entry in entries if entry.owner is owner for one in entry.graphs.parameters]
                       for owner in owners}  # fmt: skip
         sizes = [sum(one.nbytes for one in {id(one): one for one in parameters[owner]}.values()) for owner in owners]
-        forward_nbytes = sum(entry.pair.forward_nbytes for entry in entries)
+        forward_nbytes = sum(entry.graphs.forward_nbytes for entry in entries)
         copied_bytes = min(COPIED_SHARE * sum(sizes), LOSS_SHARE * forward_nbytes)
         copying = {
             owner
@@ -268,18 +268,18 @@ class MicrobatchGraphs:
             if cumulative <= copied_bytes
         }
         for entry in entries:
-            entry.pair.returns_uncopied = entry.owner.uncopied_pair is None and entry.owner not in copying
-            if entry.pair.returns_uncopied:
-                entry.owner.uncopied_pair = entry.pair
+            entry.graphs.returns_uncopied = entry.owner.uncopied is None and entry.owner not in copying
+            if entry.graphs.returns_uncopied:
+                entry.owner.uncopied = entry.graphs
 
     def _choose_cloned_outputs(self) -> None:
         """Return small outputs as copies: a job may keep losses or metrics until the step ends, across microbatches."""
         consumed = {source for sample in self._samples for source in sample.sources}
-        for index, entry in enumerate(self.order.pairs):
+        for index, entry in enumerate(self.order.entries):
             if entry is not None:
-                entry.pair.cloned_outputs = {
+                entry.graphs.cloned_outputs = {
                     output_index
-                    for output_index, output in enumerate(entry.pair.outputs)
+                    for output_index, output in enumerate(entry.graphs.outputs)
                     if output.nbytes <= MAX_CLONED_BYTES and (index, output_index) not in consumed
                 }
 
@@ -291,10 +291,10 @@ class MicrobatchGraphs:
         aliased_inputs: list[tuple[int, int]] = []
         shared_inputs: list[tuple[int, SharedInput]] = []
         for recorded, source, tensor_signature in zip(sample.tensors, sample.sources, key.tensors, strict=True):
-            producer = self.order.pairs[source[0]] if source is not None and source[0] < index else None
+            producer = self.order.entries[source[0]] if source is not None and source[0] < index else None
             static = None if recorded is None else recorded.static
             if producer is not None:
-                static = producer.pair.outputs[source[1]].detach()
+                static = producer.graphs.outputs[source[1]].detach()
             if static is None or (static.shape, static.stride(), static.dtype) != tensor_signature[:3]:
                 # The producer has no graph, or the input was a view of its output.
                 shape, strides, dtype, device, _ = tensor_signature
@@ -307,21 +307,21 @@ class MicrobatchGraphs:
             inputs.append(static.requires_grad_(tensor_signature[4]))
         if key.kinds:
             inputs = list(map(as_kind, inputs, key.kinds))
-        pair = GraphedCall(
+        graphs = CallGraphs(
             owner, key, inputs, sample.backward, self._context, self._memory, self._inputs_of_several_calls(index)
         )
         rows = key.tensors[0][0][0] if key.tensors and key.tensors[0][0] else 1
         label = (owner.name, SCOPE, "forward", rows)
-        entry = CapturedCall(
-            pair, self._states[signature], owner, state, sample.expected, label, aliased_inputs, shared_inputs
+        entry = CallEntry(
+            graphs, self._states[signature], owner, state, sample.expected, label, aliased_inputs, shared_inputs
         )
-        self.order.pairs[index] = entry
-        pair.capture_forward()
-        entry.is_tensor = pair.result.is_tensor
-        if pair.most_uses > MAX_USES and owner in self._repeated:
+        self.order.entries[index] = entry
+        graphs.capture_forward()
+        entry.is_tensor = graphs.result.is_tensor
+        if graphs.most_uses > MAX_USES and owner in self._repeated:
             raise CaptureRefused(
-                f"{owner.name} uses a parameter {pair.most_uses} times, and is called several times before a backward: "
-                f"replays keep the order of at most {MAX_USES} gradients: call it once for all inputs"
+                f"{owner.name} uses a parameter {graphs.most_uses} times, and is called several times before a "
+                f"backward: replays keep the order of at most {MAX_USES} gradients: call it once for all inputs"
             )
 
     def _inputs_of_several_calls(self, index: int) -> set[int]:
@@ -335,25 +335,25 @@ class MicrobatchGraphs:
 
     def _capture_backward(self, index: int) -> None:
         """Capture a backward. If a single later call took an output, read its gradient where that call leaves it."""
-        pair, static_grads = self.order.pairs[index].pair, {}
-        for output_index, strides in pair.used_outputs():
+        graphs, static_grads = self.order.entries[index].graphs, {}
+        for output_index, strides in graphs.used_outputs():
             consumers = [
                 (consumer, position)
                 for consumer, sample in enumerate(self._samples)
                 for position, source in enumerate(sample.sources)
                 if source == (index, output_index)
             ]
-            consumer = self.order.pairs[consumers[0][0]] if len(consumers) == 1 and consumers[0][0] > index else None
+            consumer = self.order.entries[consumers[0][0]] if len(consumers) == 1 and consumers[0][0] > index else None
             grad = (
-                consumer.pair.input_grads[consumers[0][1]]
-                if consumer is not None and consumer.pair.input_grads
+                consumer.graphs.input_grads[consumers[0][1]]
+                if consumer is not None and consumer.graphs.input_grads
                 else None
             )
-            output = pair.outputs[output_index]
+            output = graphs.outputs[output_index]
             if grad is not None and (grad.shape, grad.stride(), grad.dtype) == (output.shape, strides, output.dtype):
                 static_grads[output_index] = grad
-                consumer.pair.grads_read_in_place.add(consumers[0][1])
-        pair.capture_backward(static_grads)
+                consumer.graphs.grads_read_in_place.add(consumers[0][1])
+        graphs.capture_backward(static_grads)
 
     def _capture_or_refuse(self, index: int, capture: Callable[[], None]) -> None:
         """Capture, and on failure record the reason and run only this call eager from then on."""
@@ -372,20 +372,20 @@ class MicrobatchGraphs:
             self._context.stats.capture_failed(owner.name, SCOPE, error)
             self._states[signature].fail(error)
             self.order.remove(index)
-            entry, self.order.pairs[index] = self.order.pairs[index], None
+            entry, self.order.entries[index] = self.order.entries[index], None
             if entry is not None:
                 entry.close()
 
     # ---- release ---------------------------------------------------------------------------------------------------
 
     def release(self, index: int) -> None:
-        """Mark the pair at this index as free: its backward is done, or its forward failed."""
+        """Mark the entry at this index as free: its backward is done, or its forward failed."""
         self.order.release(index)
         if self._retired:
             self._close_if_idle()
 
     def abandon(self, index: int) -> None:
-        """Mark the pair as free: its backward will never run. Its output may still be referenced."""
+        """Mark the entry as free: its backward will never run. Its output may still be referenced."""
         self.abandoned.add(index)
         self.release(index)
 
@@ -393,8 +393,8 @@ class MicrobatchGraphs:
         """Serve no more forwards, and destroy the graphs once outstanding backwards are done."""
         self._retired = True
         for entry in self.entries():
-            if entry.owner.uncopied_pair is entry.pair:
-                entry.owner.uncopied_pair = None
+            if entry.owner.uncopied is entry.graphs:
+                entry.owner.uncopied = None
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
@@ -404,4 +404,4 @@ class MicrobatchGraphs:
     def _close_all(self) -> None:
         for entry in self.entries():
             entry.close()
-        self.order.pairs = [None] * len(self.order)
+        self.order.entries = [None] * len(self.order)

@@ -1,6 +1,6 @@
 """Graphs of modules inside a training step: warm-up, recording, capture and replay.
 
-Detects when a step begins, selects the pair of graphs that serves a call, and counts every fallback with its reason. A
+Detects when a step begins, selects the entry that serves a call, and counts every fallback with its reason. A
 step begins with a forward while no backward is outstanding. One thread runs the forwards (`threads.py`); backwards
 run in autograd's threads.
 """
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import CAPTURE_FAILED, STALE, WARMING_UP
+from graph_cache.core.shadow import DIFFERS, NOT_DETERMINISTIC, listed
 from graph_cache.errors import CaptureRefused, GraphConfigError
 from graph_cache.guards.parametrizations import is_cached, uncached
 from graph_cache.guards.search import objects_with_tensors
 from graph_cache.guards.torch_settings import modes_active, records_gradients
-from graph_cache.keys import CAPTURE_FAILED, STALE, WARMING_UP
-from graph_cache.shadow import DIFFERS, NOT_DETERMINISTIC, listed
 from graph_cache.training.attached import AttachedModule, Attachment, Watched
 from graph_cache.training.autograd import DOUBLE_BACKWARD, Lease, probe, replay
 from graph_cache.training.call import Result, flatten_call, input_refusal, objects_of
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.changing_values import ChangingValues
 from graph_cache.training.compiled import keeping_history
-from graph_cache.training.microbatch_graphs import SCOPE, CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.training.microbatch_graphs import SCOPE, CallEntry, CallSignature, MicrobatchGraphs
 from graph_cache.training.reasons import (
     CACHED_PARAMETRIZATION,
     COMPILED,
@@ -73,14 +73,14 @@ class TrainingGraphs:
     """
 
     def __init__(self, context: CaptureContext, *, warmup_rounds: int = 3):
-        self.job = context
+        self.context = context
         self.stats = context.stats
         self.modules: list[AttachedModule] = []
         self._watched = Watched(())
         self._warmup_steps = max(1, warmup_rounds)
         self._recorded_steps: list[RecordedStep] = []
         self._recording: RecordedStep | None = None
-        # The capture that calls of a signature without a free pair count towards. Warm-up runs are steps.
+        # The capture that calls of a signature without a free entry count towards. Warm-up runs are steps.
         self._states: dict[CallSignature, CaptureState] = {}
         self._unserved: set[CaptureState] = set()  # those with calls in this step
         self._doubled: set[CallSignature] = set()  # captured, but with a backward that was differentiated again
@@ -100,8 +100,8 @@ class TrainingGraphs:
         duplicates = [part.name for part in attachment.parts if counts[part.module, part.method] > 1]
         if duplicates:
             raise GraphConfigError(f"{', '.join(duplicates)} name the same module: name it once")
-        found = [AttachedModule(part, attachment.fired, attachment.surroundings) for part in attachment.parts]
-        call = OneThread(self.job.pool, self.stats).calls(self._call)
+        found = [AttachedModule(part, attachment.fired, attachment.ambient) for part in attachment.parts]
+        call = OneThread(self.context.pool, self.stats).calls(self._call)
         for attached in found:
             attached.take_over(call, functools.partial(self._count_compiled, attached.name))
             self.modules.append(attached)
@@ -127,7 +127,7 @@ class TrainingGraphs:
         self._unserved.clear()
         self._doubled.clear()
         self._object_keys.clear()
-        self.job.pool.trim()
+        self.context.pool.trim()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -160,11 +160,11 @@ class TrainingGraphs:
             for recorded in self._recorded_steps:
                 graphs = recorded.current
                 index = graphs.order.next_index()
-                entry = graphs.order.pairs[index] if 0 < index < len(graphs.order.pairs) else None
+                entry = graphs.order.entries[index] if 0 < index < len(graphs.order.entries) else None
                 if graphs.abandoned and graphs.is_held(index):
                     continue
                 tensors = entry.tensors(attached, args, kwargs) if entry is not None else None
-                if tensors is not None and (entry.checked or not self.job.checks):
+                if tensors is not None and (entry.checked or not self.context.checks):
                     return self._replay(graphs, index, entry, tensors)
         return self._dispatch(attached, args, kwargs)
 
@@ -172,18 +172,18 @@ class TrainingGraphs:
         self.stats.fallbacks[name, "forward", COMPILED] += 1
 
     def _dispatch(self, attached: AttachedModule, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Full path: begin a step if no backward is outstanding, then replay a pair or run eager with a reason."""
+        """Full path: begin a step if no backward is outstanding, then replay an entry or run eager with a reason."""
         key, tensors = flatten_call(args, kwargs, attached.module.training, attached.ambient_state())
         attached.refresh()
         if not key.grad or not attached.wants_gradients(tensors):
             return self._eager(attached, args, kwargs, NO_GRAD)
         step_begins = self.outstanding == 0 and self._begin_step()
-        if step_begins and self.job.threads is not None:
+        if step_begins and self.context.threads is not None:
             shapes = tuple([tensor.shape for tensor in tensors])
-            self.job.threads.begin((attached.name, shapes, len(self._recorded_steps)))
+            self.context.threads.begin((attached.name, shapes, len(self._recorded_steps)))
         if not attached.has_same_parameters():
             return self._eager(attached, args, kwargs, OTHER_PARAMETERS, track_backward=True)
-        if reason := input_refusal(tensors, self.job.pool.backend.device):
+        if reason := input_refusal(tensors, self.context.pool.backend.device):
             return self._eager(attached, args, kwargs, reason, track_backward=True)
         signature = (attached, key, attached.state)
         state = self._states.get(signature)
@@ -198,7 +198,7 @@ class TrainingGraphs:
                 if self._drop_if_moved(recorded):
                     continue
             recorded.current, index, entry = found
-            if self.job.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
+            if self.context.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
                 return self._eager(attached, args, kwargs, CAPTURE_FAILED, track_backward=True)
             return self._replay(recorded.current, index, entry, tensors)
         if state is None and self._refuses_objects(signature):
@@ -229,7 +229,7 @@ class TrainingGraphs:
     def _may_record(self) -> bool:
         """Start recording in this step, unless MAX_RECORDED_STEPS have graphs. Return whether it records."""
         if self._recording is None and len(self._recorded_steps) < MAX_RECORDED_STEPS:
-            self._recording = RecordedStep(self.job, self._states)
+            self._recording = RecordedStep(self.context, self._states)
             if len(self._recorded_steps) == MAX_RECORDED_STEPS - 1:
                 logger.warning(
                     "%d recorded steps have graphs, the limit; other steps run eager: pad inputs to fewer shapes",
@@ -297,7 +297,7 @@ class TrainingGraphs:
             self._running.active = False
         self._recorded_steps.append(recorded)
         for signature, entry in recorded.captured():
-            entry.pair.refuse_double_backward = functools.partial(self._doubled.add, signature)
+            entry.graphs.refuse_double_backward = functools.partial(self._doubled.add, signature)
         for signature in recorded.captured_states():
             self._states.pop(signature).succeed()
 
@@ -367,10 +367,10 @@ class TrainingGraphs:
     def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
 
-    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> bool:
-        """Compare the first replay of a pair with eager. Drop the graphs of its step if they differ."""
+    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> bool:
+        """Compare the first replay of an entry with eager. Drop the graphs of its step if they differ."""
         entry.checked = True
-        finding = check_call(entry, tensors, self.job)
+        finding = check_call(entry, tensors, self.context)
         name = entry.owner.name
         self.stats.shadow_checks[name, SCOPE, finding.outcome] += 1
         if finding.outcome == NOT_DETERMINISTIC:
@@ -394,20 +394,20 @@ class TrainingGraphs:
         self._states[unequal].fail(problem)
         recorded.retire()
 
-    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CapturedCall, tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> Any:
         entry.owner.before_replay()
         entry.remember_inputs(tensors)
         graphs.order.await_backward(index)
         lease = Lease(graphs.release, index, graphs.abandon)
         try:
-            outputs = replay(entry.pair, lease, tensors)
+            outputs = replay(entry.graphs, lease, tensors)
         except BaseException:
             lease.end()
             raise
         entry.owner.after_replay()
         entry.capture.replays += 1
         self.stats.replays[entry.label] += 1
-        return outputs[0] if entry.is_tensor else entry.pair.result.build(outputs)
+        return outputs[0] if entry.is_tensor else entry.graphs.result.build(outputs)
 
     def _record(
         self,
@@ -455,17 +455,17 @@ class TrainingGraphs:
         return result.build(outputs)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row of plain values for every pair of graphs.
+        """Return a row of plain values for every entry.
 
-        State, replays and failure belong to the call signature: a step's pairs of one signature share them.
+        State, replays and failure belong to the call signature: a step's entries of one signature share them.
         """
         return [
-            {"module": entry.pair.name, "instance": index}
+            {"module": entry.graphs.name, "instance": index}
             | entry.capture.row(
-                engine=entry.pair.engine,
-                nbytes=entry.pair.nbytes,
-                capture_seconds=entry.pair.capture_seconds,
-                digest=entry.pair.digest,
+                engine=entry.graphs.engine,
+                nbytes=entry.graphs.nbytes,
+                capture_seconds=entry.graphs.capture_seconds,
+                digest=entry.graphs.digest,
             )
             for recorded in self._recorded_steps
             for index, entry in enumerate(recorded.entries())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_cache.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, OTHER_THREAD, STALE, WARMING_UP
+from graph_cache.core.keys import CAPTURE_FAILED, EVICTED, NOT_CAPTURED, OTHER_THREAD, STALE, WARMING_UP
 
 UNSEEN = "unseen_signature"
 OTHER_PARAMETERS = "other_parameters"

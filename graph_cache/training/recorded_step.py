@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from graph_cache.capture_state import CaptureState
-from graph_cache.guards.addresses import AddressBook
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.capture_state import CaptureState
 from graph_cache.guards.watch import ReadTensors
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.microbatch_graphs import CallSignature, CapturedCall, MicrobatchGraphs
+from graph_cache.training.microbatch_graphs import CallEntry, CallSignature, MicrobatchGraphs
 from graph_cache.training.parameter_aliases import MainGrads
 
 logger = logging.getLogger(__name__)
@@ -56,26 +56,26 @@ class RecordedStep:
         return any(graphs.order.knows(signature) for graphs in self.graphs_of_microbatches)
 
     def captured_states(self) -> dict[CallSignature, CaptureState]:
-        """Return the states of the captures by signature, without captures of which a pair failed."""
+        """Return the states of the captures by signature, without captures of which an entry failed."""
         return {signature: entry.capture for signature, entry in self.captured() if not entry.capture.failed}
 
-    def captured(self) -> list[tuple[CallSignature, CapturedCall]]:
+    def captured(self) -> list[tuple[CallSignature, CallEntry]]:
         """Return the captured calls with their signatures, by microbatch."""
-        return [pair for graphs in self.graphs_of_microbatches for pair in graphs.captured()]
+        return [one for graphs in self.graphs_of_microbatches for one in graphs.captured()]
 
-    def entries(self) -> list[CapturedCall]:
+    def entries(self) -> list[CallEntry]:
         """Return the captured calls, by microbatch."""
         return [entry for graphs in self.graphs_of_microbatches for entry in graphs.entries()]
 
     def find(
         self, signature: CallSignature, tensors: Sequence[Tensor]
-    ) -> tuple[MicrobatchGraphs, int, CapturedCall] | None:
-        """Return the graphs, index and pair that may serve a call with these tensors now, or None."""
+    ) -> tuple[MicrobatchGraphs, int, CallEntry] | None:
+        """Return the graphs, index and entry that may serve a call with these tensors now, or None."""
         for graphs in self._by_priority():
             index = graphs.find(signature)
-            pair = None if index is None else graphs.order.pairs[index]
-            if index is not None and pair is not None and pair.accepts(tensors):
-                return graphs, index, pair
+            entry = None if index is None else graphs.order.entries[index]
+            if index is not None and entry is not None and entry.accepts(tensors):
+                return graphs, index, entry
         return None
 
     def _by_priority(self) -> Iterator[MicrobatchGraphs]:
@@ -113,7 +113,7 @@ class RecordedStep:
     # ---- capture ---------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture all microbatches. If the capture of a call fails, it gets no pair and runs eager from then on."""
+        """Capture all microbatches. If the capture of a call fails, it gets no entry and runs eager from then on."""
         started = time.perf_counter()
         for graphs in self.graphs_of_microbatches:
             graphs.forget_outputs()
@@ -137,18 +137,18 @@ class RecordedStep:
                 graphs.capture({owner for owner, count in calls.items() if count > 1})
         entries = self.entries()
         for owner in {entry.owner.name: entry.owner for entry in entries}.values():
-            pairs = [entry.pair for entry in entries if entry.owner is owner]
-            stored = {(id(namespace.container), key) for pair in pairs for namespace, key, _ in pair.stored}
+            captured = [entry.graphs for entry in entries if entry.owner is owner]
+            stored = {(id(namespace.container), key) for one in captured for namespace, key, _ in one.stored}
             self.addresses.watch(owner.scope, prefix=f"{owner.name}.", trained=True, without=stored)
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
-            used = {address for pair in pairs for address in pair.used}
-            namespaces = [one for pair in pairs for one in pair.namespaces]
+            used = {address for one in captured for address in one.used}
+            namespaces = [namespace for one in captured for namespace in one.namespaces]
             self.addresses.watch(ReadTensors(namespaces, used, without=stored), trained=True)
-            for pair in pairs:
-                pair.namespaces = []
-                owner.observed_backward(pair.backward_reads)
-            if owner.surroundings is not None:
-                self._ambient_checks.append(owner.surroundings.watch(owner.submodules))
+            for one in captured:
+                one.namespaces = []
+                owner.observed_backward(one.backward_reads)
+            if owner.ambient is not None:
+                self._ambient_checks.append(owner.ambient.watch(owner.submodules))
         self.addresses.watch(self._context.state)
         logger.info("captured %d forward and backward graphs in %.2f s", len(entries), time.perf_counter() - started)
 

@@ -1,7 +1,7 @@
 """Order of the graphed calls of one microbatch, and which of them may serve a call now.
 
 Calls are captured in the order of the recorded step, forwards first, then backwards. A forward's temporaries may lie in
-memory that later calls save tensors into. So only a pair after all pairs that await their backward may serve a call.
+memory that later calls save tensors into. So only an entry after all that await their backward may serve a call.
 Independent of modules and autograd.
 """
 
@@ -11,45 +11,45 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Signature = TypeVar("Signature", bound=Hashable)
-Pair = TypeVar("Pair")
+Entry = TypeVar("Entry")
 
 
-class ReplayOrder(Generic[Signature, Pair]):
-    """Pairs of graphs in capture order, by call signature. Each is free or awaits its backward."""
+class ReplayOrder(Generic[Signature, Entry]):
+    """Entries in capture order, by call signature. Each is free or awaits its backward."""
 
     def __init__(self) -> None:
         self._signatures: list[Signature] = []
         self._indices: dict[Signature, list[int]] = {}
         self._awaiting: list[bool] = []
         self._last = -1  # last index that awaits its backward
-        self.pairs: list[Pair | None] = []
+        self.entries: list[Entry | None] = []
 
     def __len__(self) -> int:
         return len(self._signatures)
 
     @property
     def awaiting(self) -> int:
-        """Number of pairs that await their backward."""
+        """Number of entries that await their backward."""
         return sum(self._awaiting)
 
     def awaits(self, index: int) -> bool:
-        """Whether the pair at this index awaits its backward."""
+        """Whether the entry at this index awaits its backward."""
         return self._awaiting[index]
 
     def knows(self, signature: Signature) -> bool:
-        """Whether any pair serves this signature, free or not."""
+        """Whether any entry serves this signature, free or not."""
         return signature in self._indices
 
     def signatures(self) -> set[Signature]:
-        """Return all signatures that the pairs serve."""
+        """Return all signatures that the entries serve."""
         return set(self._indices)
 
     def signature(self, index: int) -> Signature:
-        """Return the signature that the pair at this index serves."""
+        """Return the signature that the entry at this index serves."""
         return self._signatures[index]
 
     def next_index(self) -> int:
-        """Return the index after the last pair that awaits its backward: the next call of a step run as recorded."""
+        """Return the index after the last entry that awaits its backward: the next call of a step run as recorded."""
         return self._last + 1
 
     def find(self, signature: Signature, after: int = -1) -> int | None:
@@ -63,7 +63,7 @@ class ReplayOrder(Generic[Signature, Pair]):
         self._signatures.append(signature)
         self._indices.setdefault(signature, []).append(index)
         self._awaiting.append(False)
-        self.pairs.append(None)
+        self.entries.append(None)
         return index
 
     def serves(self, index: int) -> bool:
@@ -78,12 +78,12 @@ class ReplayOrder(Generic[Signature, Pair]):
             del self._indices[self._signatures[index]]  # its signature becomes unknown again
 
     def await_backward(self, index: int) -> None:
-        """Mark the pair as used by a forward. `index` must be beyond all pairs that await their backward."""
+        """Mark the entry as used by a forward. `index` must be beyond all entries that await their backward."""
         self._awaiting[index] = True
         self._last = index
 
     def release(self, index: int) -> None:
-        """Mark the pair as free: its backward is done or will never run."""
+        """Mark the entry as free: its backward is done or will never run."""
         self._awaiting[index] = False
         while self._last >= 0 and not self._awaiting[self._last]:
             self._last -= 1

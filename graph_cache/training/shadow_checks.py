@@ -1,8 +1,8 @@
 """Shadow checks in training: the first replay of a captured call is compared with eager on the same inputs.
 
 Gradients are noise, of which both runs compute copies: nothing is added to `.grad`, and no hook runs. All memory and
-generators are as before afterwards. `graph_cache/shadow.py` describes the lifecycle; here the two runs that find out
-whether eager differs from itself follow at once.
+generators are as before afterwards. `graph_cache/core/shadow.py` describes the lifecycle; here the two runs that find
+out whether eager differs from itself follow at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graph_cache.guards.library_state import is_of_transformer_engine
-from graph_cache.guards.parametrizations import uncached
-from graph_cache.guards.torch_settings import free_frames
-from graph_cache.guards.values import raw_bits
-from graph_cache.layout import distinct
-from graph_cache.shadow import (
+from graph_cache.core.shadow import (
     DIFFERS,
     EQUAL,
     MAX_COPIED_BYTES,
@@ -29,9 +24,14 @@ from graph_cache.shadow import (
     WrittenMemory,
     listed,
 )
+from graph_cache.guards.library_state import is_of_transformer_engine
+from graph_cache.guards.parametrizations import uncached
+from graph_cache.guards.torch_settings import free_frames
+from graph_cache.guards.values import raw_bits
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
-from graph_cache.training.microbatch_graphs import CapturedCall
+from graph_cache.training.microbatch_graphs import CallEntry
+from graph_cache.utils.layout import distinct
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +39,22 @@ Values = Sequence[Tensor | None]
 
 
 class Finding(NamedTuple):
-    """What a check found: one of the outcomes of `graph_cache/shadow.py`, and what differed."""
+    """What a check found: one of the outcomes of `graph_cache/core/shadow.py`, and what differed."""
 
     outcome: str
     differing: list[str]
 
 
-def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureContext) -> Finding:
+def check_call(entry: CallEntry, tensors: Sequence[Tensor], context: CaptureContext) -> Finding:
     """Replay a captured call and run it eager on these tensors, forward and backward, and compare."""
-    pair, owner = entry.pair, entry.owner
+    graphs, owner = entry.graphs, entry.owner
     # State of Transformer Engine is beside memory, and hooks that run before replays may not run twice.
     if owner.runs_hooks or any(map(is_of_transformer_engine, owner.submodules)):
         return Finding(UNCHECKED, [])
-    grads = [_noise(pair.outputs[index], strides) for index, strides in pair.used_outputs()]
+    grads = [_noise(graphs.outputs[index], strides) for index, strides in graphs.used_outputs()]
 
     def eager() -> Values:
-        twin = pair.twin(owner, tensors, context)
+        twin = graphs.twin(owner, tensors, context)
         context.running.active = True  # attached modules inside run as part of it
         try:
             with owner.with_flags(entry.state), without_compiling(context.pool.backend), uncached():
@@ -65,7 +65,7 @@ def check_call(entry: CapturedCall, tensors: Sequence[Tensor], context: CaptureC
     backend = context.pool.backend
     generators = list(dict.fromkeys((backend.default_generator, *context.generators)))
     with context.pool.lock, torch.inference_mode(False), torch.enable_grad():
-        return compared(lambda: pair.run_graphs(tensors, grads), eager, pair.written(), generators, backend.device)
+        return compared(lambda: graphs.run_graphs(tensors, grads), eager, graphs.written(), generators, backend.device)
 
 
 def compared(

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graph_cache.layout import copy_of
 from graph_cache.training.replay_order import ReplayOrder
+from graph_cache.utils.layout import copy_of
 
 
 class SharedInput:

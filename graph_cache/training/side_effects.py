@@ -21,7 +21,7 @@ from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import Observation, read_by
 from graph_cache.guards.ownership import is_own_class
 from graph_cache.guards.refusals import iterators_read, refused_reads
-from graph_cache.guards.search import ANY_CODE, Ran
+from graph_cache.guards.search import ANY_CODE, RunCode
 from graph_cache.guards.watch import gradient_hooks_of
 from graph_cache.training.call import TENSOR
 from graph_cache.training.compiled import is_compiled
@@ -171,7 +171,7 @@ def refuse_backward_changes(
     autograd.Functions in it; other arguments as in `refuse_side_effects`.
     """
     reads, compiled = Reads(), _is_compiled(scope, ran)
-    known: Ran = Reads.of_calls(scope.modules()) if ran is None else ran
+    known: RunCode = Reads.of_calls(scope.modules()) if ran is None else ran
     if not compiled and ran is not None:
         if backward_ran is not None:
             known = ran.merged(backward_ran)

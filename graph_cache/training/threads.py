@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from graph_cache.keys import OTHER_THREAD
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.keys import OTHER_THREAD
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 DEFAULT_EAGER_SHARE = 0.5
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 # With P50 = 12 and P90 = 43 documents, lognormally distributed, this gives 64, the number that such jobs settled on.
 DEFAULT_EAGER_COST = 640

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graph_cache.buckets import Buckets, default_ladder
+from graph_cache.core.buckets import Buckets, default_ladder
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any, NamedTuple, TextIO
 
 from engine.errors import ConfigError, RequestError
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.cli.chat_server import ChatServer, open_server
 from server.cli.parser import Parser
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RequestError
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.cli.answers import SAMPLING, Answer, parsed, print_answer, sampling_of, server_of
 from server.cli.answers import add_arguments as add_shared_arguments
 from server.cli.chat_server import ChatServer, model_entry

@@ -90,7 +90,7 @@ def tune(args: argparse.Namespace) -> int:
 
     With `--packed`, print the maximum number of packed sequences.
     """
-    from graph_cache.buckets import default_ladder
+    from graph_cache.core.buckets import default_ladder
     from graph_cache.tuning.tuner import expected_padding
     from graph_cache.tuning.tuner import tune as best_buckets
     from server.cli.tune_packed import tune_packed
@@ -168,7 +168,7 @@ def _tune_text(report: Mapping[str, Any]) -> str:
 
 def _observed(args: argparse.Namespace) -> tuple[dict[int, int], int]:
     """Return rows -> number of steps, and the server's largest bucket (0 if unknown)."""
-    from graph_cache.manifest import Manifest, histogram_from_metrics
+    from graph_cache.core.manifest import Manifest, histogram_from_metrics
 
     if args.metrics is not None:
         args.metrics = _source(args.metrics)

@@ -106,8 +106,6 @@ ENGINE_HELP = {
     "kernels": "kernels on a GPU: fused (the engine's own), torch, or auto",
     "cuda_graph_impl": "graph capture implementation; none or local for inference",
     "inference_cuda_graph_scope": "none: no graphs; layer: one graph per layer; block: one graph per step",
-    "cuda_graph_modules": "modules covered by training graphs, comma-separated",
-    "cuda_graph_warmup_steps": "eager training steps before a capture; no effect when serving",
     "graph_buckets": "batch sizes to capture, comma-separated; none: a ladder up to max_num_seqs",
     "warmup": "full: capture all graphs before ready; background: while serving; lazy: on first use",
     "graph_manifest": "file that records the graphs that traffic used",
@@ -166,7 +164,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",
-        "cuda_graph_modules", "cuda_graph_warmup_steps", "graph_shadow_check_share",
+        "graph_shadow_check_share",
     ),
 }  # fmt: skip
 OTHER_TOPIC = "other"

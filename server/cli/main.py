@@ -15,7 +15,7 @@ from engine.utils.onednn import limit_onednn_caches
 from engine.utils.openmp import limit_openmp_spinning
 from engine.utils.processes.signals import hold_stop_signals
 from engine.utils.processes.standard_files import open_standard_files
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.cli.parser import Parser
 
 PROG = "encore"

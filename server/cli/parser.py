@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 ALL = "all"
 MOST_USED = "most used flags"

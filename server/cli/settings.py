@@ -14,8 +14,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from graph_cache.adapters.megatron.vision import NAMES as VISION_NAMES
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.config import ServerConfig
 
 PREFIX = "ENCORE_"
@@ -27,10 +26,8 @@ _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-# Fields without a flag: the nested engine configuration, the engine's mode, which is always inference, and settings of
-# training data.
-TRAINING_ONLY = ("cuda_graph_packed_seq", "cuda_graph_max_packed_seqs", "cuda_graph_moe_dropless", *VISION_NAMES)
-NOT_OFFERED = frozenset({"engine", "mode", *TRAINING_ONLY})
+# Fields without a flag: the nested engine configuration, and the engine's mode, which is always inference.
+NOT_OFFERED = frozenset({"engine", "mode"})
 
 
 def setting_types() -> dict[str, str]:

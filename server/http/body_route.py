@@ -12,7 +12,7 @@ from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from graph_cache.garbage import no_garbage_collections
+from graph_cache.utils.garbage import no_garbage_collections
 
 LARGE_BYTES = 256 * 1024  # parsing takes up to 10 ms
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from engine.core.pause import PauseMode
 from engine.errors import RequestError
 from engine.protocol.sleep import KV_CACHE, MEMORY_PARTS, check_tags
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.http.body_route import BodyRoute
 from server.http.errors import WireError
 from server.http.openapi import ADMIN_REFUSALS, NOT_SUPPORTED, answered_by

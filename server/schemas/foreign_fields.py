@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 SAMPLING = "sampling_params"  # of /generate

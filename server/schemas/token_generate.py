@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import RequestError
 from engine.protocol.request import SamplingParams
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.schemas.constraints import FIELD_SCHEMAS, constraint
 from server.schemas.descriptions import describe_fields
 from server.schemas.foreign_fields import FOREIGN_FIELDS, TOKEN_SAMPLING, TOKENS, json_schemas, refuse_foreign

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.text.parsing.tool_use import ToolUse
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256

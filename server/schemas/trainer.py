@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from engine.core.pause import PauseMode
 from engine.errors import RequestError
 from engine.protocol.memory_handles import SharedWeights
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 from server.schemas.field_paths import field_path
 from server.schemas.requests import FAIL_FAST, Text, Wire
 from server.schemas.tensor_handles import FROM_DISK, from_sglang, from_skyrl, from_vllm

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
+from graph_cache.core.pool import GraphPool
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 DEVICES = [

@@ -10,9 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
 from graph_cache.config import GraphConfig
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
 
 INPUT = {"x": BufferSpec(("batch", 4), torch.float32)}
 TOKENS = {"x": BufferSpec(("batch",), torch.int64)}

@@ -89,7 +89,7 @@ def test_results_are_overwritten_by_the_next_run_unless_copied(pool, device):
 
 def test_memory_follows_the_largest_graph_in_every_warm_up_order(device):
     from graph_cache.backends import backend_for
-    from graph_cache.pool import GraphPool
+    from graph_cache.core.pool import GraphPool
 
     def wide(x):
         return (x.unsqueeze(1) * torch.ones(2048, 1, device=x.device)).cumsum(1).sum(1)

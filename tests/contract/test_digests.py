@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
 from tests.contract.training_models import WIDTH, attached, batches, mlp, train, twins
 
 INPUT = {"x": BufferSpec(("batch", WIDTH), torch.float32)}

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from graph_cache.backends import backend_for
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from tests.contract.training_models import attached, iteration_of
 
 APIS = ("module", "iteration", "function")

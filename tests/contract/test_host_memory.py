@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.stats import CacheStats
 from graph_cache.guards.audit import StorageAudit
-from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, iteration_of, train, twins
 
 OPTIMIZERS = {

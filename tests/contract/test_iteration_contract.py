@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from tests.contract.training_models import (
     MODELS,
     WIDTH,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graph_cache.core.stats import CacheStats
 from graph_cache.guards.audit import StorageAudit
-from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, OtherThread, assert_same, batches, iteration_of, mlp, twins
 
 RATE = 0.05

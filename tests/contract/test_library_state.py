@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import CaptureRefused
 from graph_cache.guards.library_state import is_of_transformer_engine, precision_autocast, weight_update_flag
 from graph_cache.guards.quantizers import refuse_new_quantizers
-from graph_cache.stats import CacheStats
 from graph_cache.training.ambient_state import AmbientStates, combined
 from graph_cache.training.iteration import SCOPE
 from tests.contract.training_models import WIDTH, iteration_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graph_cache import Buckets, BufferSpec, GraphCache, GraphRunner, Manifest, Site, StaticBuffers, tune
-from graph_cache import buffers as buffers_module
-from graph_cache import signature as signature_module
-from graph_cache.buckets import default_ladder
+from graph_cache.core import buffers as buffers_module
+from graph_cache.core import signature as signature_module
+from graph_cache.core.buckets import default_ladder
 from tests.contract.models import WIDTH, net
 
 INPUT = {"x": BufferSpec(("batch", WIDTH), torch.float32)}

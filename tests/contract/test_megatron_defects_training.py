@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training import modules as modules_file
 from tests.contract.training_models import (
     WIDTH,
@@ -81,7 +81,7 @@ def test_4_layers_pass_outputs_and_gradients_without_a_copy(pool, device):
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, BLOCKS, pool)
     train(graphed, batches(4, device, micro=1))
-    pairs = [entry.pair for entry in graphs.recorded_steps[0].entries()]
+    pairs = [entry.graphs for entry in graphs.recorded_steps[0].entries()]
     for earlier, later in zip(pairs, pairs[1:], strict=False):
         assert later.inputs[0].data_ptr() == earlier.outputs[0].data_ptr()
         assert earlier.grad_outputs[0].data_ptr() == later.input_grads[0].data_ptr()

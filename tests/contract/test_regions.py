@@ -9,9 +9,9 @@ import torch
 
 from graph_cache.backends import backend_for, region_for
 from graph_cache.backends.byte_ranges import Range, range_of, without
-from graph_cache.buffers import BATCH, BufferSpec
-from graph_cache.cache import GraphCache
-from graph_cache.pool import GraphPool
+from graph_cache.core.buffers import BATCH, BufferSpec
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.pool import GraphPool
 
 BIG = 3 << 20  # elements: several physical pages
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from graph_cache import BATCH, Buckets, BufferSpec, GraphCache, GraphConfig, Site, StaticBuffers
-from graph_cache.cache import CacheEntry
 from graph_cache.config import DEFAULT_SHARE
-from graph_cache.shadow import Rows
+from graph_cache.core.cache import CacheEntry
+from graph_cache.core.shadow import Rows
 
 ROWS, WIDTH = 4, 32
 ALWAYS = GraphConfig(shadow_check_share=1.0)
@@ -221,7 +221,7 @@ def test_eager_that_raises_is_not_hidden_by_a_replay(device):
 
 def test_a_key_whose_memory_is_too_large_to_copy_stays_unchecked(device, monkeypatch):
     cache, run = graphed(device, torch.cos)
-    monkeypatch.setattr("graph_cache.shadow.MAX_COPIED_BYTES", 100)
+    monkeypatch.setattr("graph_cache.core.shadow.MAX_COPIED_BYTES", 100)
     x = inputs(device)
     for _ in range(3):
         assert torch.equal(run(x), x.cos())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graph_cache import BATCH, Buckets, BufferSpec, GraphCache, GraphError, Site, StaticBuffers
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from tests.contract.training_models import LENGTH, ROWS, WIDTH, attached, iteration_of, twins
 
 INPUT = {"x": BufferSpec((BATCH, 4), torch.float32)}

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import CaptureRefused
 from graph_cache.guards.torch_settings import modes_active, recreated, settings
-from graph_cache.stats import CacheStats
 from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
 
 HEADS, LENGTH = 4, 24

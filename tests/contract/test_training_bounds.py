@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training import iteration as iterations
 from tests.contract.training_models import WIDTH, attached, iteration_of, twins
 

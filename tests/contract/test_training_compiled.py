@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import GraphConfigError
 from graph_cache.guards.changes import ProcessState
-from graph_cache.stats import CacheStats
 from graph_cache.training.compiled import reached_from
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, iterate, iteration_of, train
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import register_dataclass
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs
@@ -109,7 +109,7 @@ def test_the_output_of_one_graph_is_the_input_of_the_next_without_a_copy(pool, d
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    first, second, third = (entry.pair for entry in graphs.recorded_steps[0].entries())
+    first, second, third = (entry.graphs for entry in graphs.recorded_steps[0].entries())
     assert second.inputs[0].data_ptr() == first.outputs[0].data_ptr()
     assert third.inputs[0].data_ptr() == second.outputs[0].data_ptr()
     assert first.grad_outputs[0].data_ptr() == second.input_grads[0].data_ptr()
@@ -366,7 +366,7 @@ def test_ambient_state_is_part_of_the_signature_and_is_recreated_for_the_capture
     eager, graphed = twins(lambda: Scaled(None), device)
     eager.scale = graphed.scale = scale
     graphs = TrainingGraphs(CaptureContext(pool, CacheStats(), []), warmup_rounds=2)
-    graphs.attach(Attachment([Part("model", graphed)], surroundings=scale))
+    graphs.attach(Attachment([Part("model", graphed)], ambient=scale))
     log = {graphed: [], eager: []}
     for step in range(10):
         for model in (graphed, eager):

@@ -190,7 +190,7 @@ def test_gradients_are_not_copied_if_the_previous_ones_were_released(pool, devic
     _, graphed = twins(mlp, device)
     graphs, _ = attached(graphed, ["0", "1", "2"], pool)
     train(graphed, batches(4, device, micro=1))
-    pair = graphs.recorded_steps[0].entries()[2].pair  # the first modules return copies
+    pair = graphs.recorded_steps[0].entries()[2].graphs  # the first modules return copies
     for _ in range(2):
         graphed.zero_grad()
         graphed(batches(1, device)[0][0]).pow(2).mean().backward()
@@ -329,7 +329,7 @@ def test_other_matmuls_of_a_weights_shape_do_not_corrupt_weight_gradients(pool, 
     graphs, stats = attached(graphed, [""], pool)
     data = [[torch.randn(WIDTH, WIDTH, device=device)] for _ in range(6)]
     assert_same(train(graphed, data), train(eager, data))
-    pair = graphs.recorded_steps[0].entries()[0].pair
+    pair = graphs.recorded_steps[0].entries()[0].graphs
     addresses = [grad.data_ptr() for grad in pair.parameter_grads]
     assert len(set(addresses)) == 3 and sum(stats.replays.values()) == 4
 

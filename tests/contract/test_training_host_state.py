@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from graph_cache.buffers import BufferSpec
-from graph_cache.cache import GraphCache
+from graph_cache.core.buffers import BufferSpec
+from graph_cache.core.cache import GraphCache
 from tests.contract.test_training_side_effects import against_input, both, linear
 from tests.contract.training_models import WIDTH
 

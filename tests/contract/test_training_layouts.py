@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from graph_cache.layout import copy_into, copy_of, is_expanded, overlaps
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
+from graph_cache.utils.layout import copy_into, copy_of, is_expanded, overlaps
 from tests.contract.training_models import LENGTH, WIDTH, assert_same, attached, iteration_of, twins
 
 STEPS = 6

@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from graph_cache.runner import GraphRunner
-from graph_cache.stats import CacheStats
-from graph_cache.training.graphed_call import GraphedCall
+from graph_cache.core.runner import GraphRunner
+from graph_cache.core.stats import CacheStats
+from graph_cache.training.call_graphs import CallGraphs
 from graph_cache.training.iteration import CapturedIteration
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, train, twins
 
@@ -59,15 +59,15 @@ def dropout() -> nn.Module:
 
 
 def damage(monkeypatch, before=lambda call: None, after=lambda call: None) -> None:
-    replay = GraphedCall.replay_forward
+    replay = CallGraphs.replay_forward
 
-    def damaged(call: GraphedCall, tensors):
+    def damaged(call: CallGraphs, tensors):
         before(call)
         results = replay(call, tensors)
         after(call)
         return results
 
-    monkeypatch.setattr(GraphedCall, "replay_forward", damaged)
+    monkeypatch.setattr(CallGraphs, "replay_forward", damaged)
 
 
 def check_found(build, device, pool) -> None:
@@ -91,9 +91,9 @@ def test_a_wrong_tile_is_found(device, pool, monkeypatch):
 
 
 def test_a_wrong_gradient_is_found(device, pool, monkeypatch):
-    capture = GraphedCall.capture_backward
+    capture = CallGraphs.capture_backward
 
-    def captured(call: GraphedCall, static_grads):
+    def captured(call: CallGraphs, static_grads):
         capture(call, static_grads)
         replay = call._replay_backward  # noqa: SLF001
 
@@ -103,36 +103,36 @@ def test_a_wrong_gradient_is_found(device, pool, monkeypatch):
 
         call._replay_backward = damaged  # noqa: SLF001
 
-    monkeypatch.setattr(GraphedCall, "capture_backward", captured)
+    monkeypatch.setattr(CallGraphs, "capture_backward", captured)
     check_found(lambda: nn.Linear(WIDTH, WIDTH), device, pool)
 
 
 def test_a_moved_address_is_found(device, pool, monkeypatch):
     HELD.scale = torch.ones(WIDTH, device=device)
-    forward = GraphedCall.capture_forward
+    forward = CallGraphs.capture_forward
 
-    def captured(call: GraphedCall) -> None:
+    def captured(call: CallGraphs) -> None:
         forward(call)
         HELD.scale = torch.ones(WIDTH, device=device)
         old.data.fill_(3)  # the memory has another owner now
 
     old = HELD.scale
-    monkeypatch.setattr(GraphedCall, "capture_forward", captured)
+    monkeypatch.setattr(CallGraphs, "capture_forward", captured)
     check_found(Moved, device, pool)
 
 
 def test_a_changed_c_state_is_found(device, pool, monkeypatch):
     before = gc.get_threshold()
-    forward = GraphedCall.capture_forward
+    forward = CallGraphs.capture_forward
 
-    def captured(call: GraphedCall) -> None:
+    def captured(call: CallGraphs) -> None:
         gc.set_threshold(701, *before[1:])  # for the captures only
         try:
             forward(call)
         finally:
             gc.set_threshold(*before)
 
-    monkeypatch.setattr(GraphedCall, "capture_forward", captured)
+    monkeypatch.setattr(CallGraphs, "capture_forward", captured)
     check_found(Scaled, device, pool)
 
 
@@ -150,7 +150,7 @@ def test_a_row_off_by_one_is_found(device, pool, monkeypatch):
 def test_a_wrong_seed_is_found(device, pool, monkeypatch):
     generator = pool.backend.default_generator
 
-    def reseed(call: GraphedCall) -> None:
+    def reseed(call: CallGraphs) -> None:
         generator.manual_seed(99)
 
     damage(monkeypatch, before=reseed)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from tests.contract.training_models import WIDTH, assert_same, attached, iteration_of, twins
 
 STEPS = 8

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import GraphConfigError
-from graph_cache.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.call import lacks_memory
 from graph_cache.training.reasons import ELSEWHERE, NO_MEMORY
 from tests.contract.training_models import WIDTH, attached, iteration_of, twins

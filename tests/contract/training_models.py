@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graph_cache.stats import CacheStats
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.iteration import CapturedIteration
@@ -162,7 +162,7 @@ def train(model, data, *, outstanding=True):
 
 def in_place(graphs):
     """Return, for each captured pair, whether its gradients are returned uncopied."""
-    return [entry.owner.uncopied_pair is entry.pair for entry in graphs.recorded_steps[0].entries()]
+    return [entry.owner.uncopied is entry.graphs for entry in graphs.recorded_steps[0].entries()]
 
 
 def assert_same(ours, theirs):

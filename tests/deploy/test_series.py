@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.captures import ASKED
-from graph_cache.keys import STALE
-from graph_cache.stats import CacheStats
+from graph_cache.core.keys import STALE
+from graph_cache.core.stats import CacheStats
 from server.observability.metrics import graph_families
 from tests.deploy.files import expressions, rules
 from tests.deploy.promql import PromqlError, reads

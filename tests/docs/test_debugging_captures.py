@@ -6,9 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-from engine.vision.image_batches import ARGUMENT_PER_IMAGE
-from graph_cache import keys
+from engine.training.vision.image_batches import ARGUMENT_PER_IMAGE
 from graph_cache.adapters.megatron.vision import ABOVE_LARGEST, TOO_MANY_IMAGES
+from graph_cache.core import keys
 from graph_cache.training.reasons import REASONS
 
 ROOT = Path(__file__).resolve().parents[2]

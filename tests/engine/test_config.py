@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+import re
 from typing import Any
 
 import pytest
 
 from engine import EngineConfig
 from engine.errors import ConfigError
+from engine.training_config import TRAINING_ONLY, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -44,20 +49,57 @@ def test_full_iteration_inference_turns_no_graphs_on_for_megatrons_impl_none(set
     assert (config.cuda_graph_impl, config.inference_cuda_graph_scope) == ("local", "block")
 
 
-@pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize("impl", [{}, {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}])
-def test_full_iteration_inference_among_the_modules_selects_the_scope(mode, impl):
+def test_full_iteration_inference_among_the_modules_selects_the_scope(impl):
     with pytest.warns(DeprecationWarning, match="full_iteration_inference"):
-        config = EngineConfig(mode=mode, cuda_graph_modules=["full_iteration_inference"], **impl)
+        config = EngineConfig(mode="training", cuda_graph_modules=["full_iteration_inference"], **impl)
     wanted = ("none", "none") if impl.get("cuda_graph_impl") == "none" else ("local", "block")
     assert (config.cuda_graph_impl, config.graph_config().inference_scope) == wanted
     assert config.cuda_graph_modules == ()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_full_iteration_among_the_modules_of_an_inference_engine_is_refused_as_it_was_spelled():
-    with pytest.raises(ConfigError, match="cuda_graph_modules='full_iteration' means cuda_graph_impl='full_iteration'"):
-        EngineConfig(cuda_graph_modules="full_iteration")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cuda_graph_modules", "full_iteration"),
+        ("cuda_graph_warmup_steps", 2),
+        ("cuda_graph_max_packed_seqs", 64),
+        ("cuda_graph_moe_dropless", True),
+        ("vision_cuda_graph_impl", "local"),
+    ],
+)
+def test_settings_of_training_are_refused_by_name_in_an_inference_engine(name, value):
+    message = f"{name}={value!r} is for training, found mode='inference'"
+    for build in (EngineConfig, lambda **values: EngineConfig.from_dict(values)):
+        with pytest.raises(ConfigError, match=message):
+            build(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "cpu"),
+        ("max_num_seqs", 4),
+        ("enable_sleep_mode", True),
+        ("kv_offloading_size", 1.0),
+        ("tensor_parallel_size", 2),
+        ("graph_buckets", (1, 2)),
+    ],
+)
+def test_settings_of_inference_are_refused_by_name_in_a_training_engine(name, value):
+    with pytest.raises(ConfigError, match=f"{name}={re.escape(repr(value))} is for inference, found mode='training'"):
+        EngineConfig(mode="training", **{name: value})
+    default = getattr(EngineConfig(), name)
+    assert EngineConfig(mode="training", **{name: default}) == EngineConfig(mode="training")
+
+
+def test_a_training_configuration_has_no_setting_of_inference():
+    config = EngineConfig(mode="training", cuda_graph_warmup_steps=1, num_threads=2)
+    assert isinstance(config, TrainingConfig) and (config.mode, config.num_threads) == ("training", 2)
+    assert copy.copy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, cuda_graph_warmup_steps=3).cuda_graph_warmup_steps == 3
+    training, inference = ({field.name for field in dataclasses.fields(one)} for one in (TrainingConfig, EngineConfig))
+    assert training - inference == set(TRAINING_ONLY)
 
 
 @pytest.mark.parametrize("impl", [{}, {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "none"}])
@@ -75,7 +117,6 @@ def test_full_iteration_among_the_modules_selects_the_impl(impl):
         ({"cuda_graph_packed_seq": True}, "cuda_graph_packed_seq=True needs cuda_graph_max_packed_seqs"),
         ({"cuda_graph_packed_seq": "yes", "cuda_graph_max_packed_seqs": 4}, "cuda_graph_packed_seq='yes'"),
         ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs=0"),
-        ({"cuda_graph_max_packed_seqs": 64, "mode": "inference"}, "cuda_graph_max_packed_seqs=64 pads training"),
         ({"cuda_graph_max_packed_seqs": 64, "cuda_graph_impl": "full_iteration"}, "captures whole batches"),
     ],
 )
@@ -104,4 +145,4 @@ def test_megatrons_switch_decides_whether_its_number_counts():
     assert EngineConfig.from_megatron(off, mode="training").packed_documents is None
     on = arguments | {"cuda_graph_packed_seq": True}
     assert EngineConfig.from_megatron(on, mode="training").packed_documents == 2048
-    assert EngineConfig.from_megatron(on).packed_documents is None
+    assert isinstance(EngineConfig.from_megatron(on), EngineConfig)

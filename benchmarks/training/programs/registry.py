@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from engine.config import EngineConfig
-from engine.training_engine import TrainingEngine
+from engine.training.engine import TrainingEngine
 
 STEPS = 8
 THEMES = tuple(

@@ -11,7 +11,7 @@ from engine.text.parsing.json_formats import Hermes, Llama3Json, Mistral
 from engine.text.parsing.pythonic import Pythonic
 from engine.text.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from engine.text.parsing.xml_format import Qwen3Coder
-from graph_cache.validation import did_you_mean
+from graph_cache.utils.validation import did_you_mean
 
 TOOL_FORMATS: Mapping[str, type[Format]] = {
     one.name: one for one in (Hermes, Llama3Json, Pythonic, Mistral, Qwen3Coder, Harmony)

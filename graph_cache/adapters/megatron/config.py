@@ -17,7 +17,7 @@ from typing import Any
 from graph_cache.adapters.megatron.refusals import refuse_contradictions
 from graph_cache.config import INFERENCE_SCOPES, GraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import NamesFields, did_you_mean, is_whole_number
+from graph_cache.utils.validation import NamesFields, did_you_mean, is_whole_number
 
 # Megatron's implementations, and the `training_captures` of GraphConfig that each selects.
 TRAINING_CAPTURES_OF = {

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graph_cache.adapters.megatron.attachment import ROUTING_REPLAY_ERROR, AuxLosses, register_packed_sequences
 from graph_cache.adapters.megatron.attachment import generators as tracked_generators
-from graph_cache.cpu_threads import ThreadTuner
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import GraphConfigError, GraphError
 from graph_cache.guards.values import key_of
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.iteration import CapturedIteration
 from graph_cache.training.threads import one_at_a_time
+from graph_cache.utils.cpu_threads import ThreadTuner
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None))
 KEY_TYPES = (

@@ -32,7 +32,7 @@ from graph_cache.adapters.megatron.parts import layers_of
 from graph_cache.adapters.transformer_engine.order import max_outstanding, parse_order
 from graph_cache.errors import GraphConfigError
 from graph_cache.training.attached import Part
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 __all__ = [
     "Stage",

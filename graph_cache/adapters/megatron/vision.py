@@ -12,7 +12,7 @@ from typing import Any
 
 from graph_cache.adapters.megatron.config import MegatronGraphConfig
 from graph_cache.errors import GraphConfigError
-from graph_cache.validation import is_whole_number
+from graph_cache.utils.validation import is_whole_number
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from graph_cache.adapters.transformer_engine.maker import CapturePlan, GraphSet,
 from graph_cache.adapters.transformer_engine.order import GraphSlots, max_outstanding
 from graph_cache.adapters.transformer_engine.preserved_state import FIRST_MICROBATCH, PreservedState
 from graph_cache.adapters.transformer_engine.samples import CapturedLayer, choose_samples, static_inputs
-from graph_cache.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.addresses import AddressBook
+from graph_cache.core.capture_state import CaptureState, CaptureStatus
+from graph_cache.core.keys import STALE, WARMING_UP
 from graph_cache.errors import CaptureError, GraphConfigError
-from graph_cache.guards.addresses import AddressBook
 from graph_cache.guards.torch_settings import records_gradients
-from graph_cache.keys import STALE, WARMING_UP
 from graph_cache.training.attached import Hook, Part, Watched
 from graph_cache.training.autograd import Lease
 from graph_cache.training.call import Result, flatten_call
@@ -66,7 +66,7 @@ class TransformerEngineGraphs:
         self,
         layers: Iterable[Part | tuple[str, nn.Module]],
         order: Sequence[float],
-        job: CaptureContext,
+        context: CaptureContext,
         *,
         holders: Mapping[str, nn.Module] | None = None,
         fired: Callable[[Hook], bool] | None = None,
@@ -80,8 +80,8 @@ class TransformerEngineGraphs:
             # The constructor raises its own error without Transformer Engine or a GPU.
             from graph_cache.adapters.transformer_engine.installed import InstalledTransformerEngine
 
-            maker = InstalledTransformerEngine(job, options or {})
-        self.job = job
+            maker = InstalledTransformerEngine(context, options or {})
+        self.context = context
         self._maker = maker
         self._order = [int(entry) if entry == int(entry) else entry for entry in order]
         self._chunks = range(len(max_outstanding(order)))
@@ -100,13 +100,13 @@ class TransformerEngineGraphs:
                 f"order: it has {len(self._chunks)} chunks, found layers of other chunks: "
                 f"{', '.join(outside)}; number chunks from 0 and cover them in the order"
             )
-        calls = OneThread(job.pool, job.stats).calls
+        calls = OneThread(context.pool, context.stats).calls
         for layer in self._layers:
             layer.attached.take_over(calls(self._call_of(layer)))
         self._watched = Watched([layer.attached for layer in self._layers])
         self._steps = 0
         self._outstanding = 0  # eager calls whose backward has not run yet
-        self._running = job.running
+        self._running = context.running
         self._forget(CaptureStatus.EVICTED)
 
     def _forget(self, cause: CaptureStatus) -> None:
@@ -133,7 +133,7 @@ class TransformerEngineGraphs:
         return lambda _, args, kwargs: self._call(layer, args, kwargs)
 
     def _call(self, layer: Layer, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._running.active or self.job.pool.backend.is_capturing():
+        if self._running.active or self.context.pool.backend.is_capturing():
             return layer.attached.eager(*args, **kwargs)
         if not records_gradients():
             return self._run_eager(layer, args, kwargs, NO_GRAD)
@@ -187,7 +187,7 @@ class TransformerEngineGraphs:
 
     def _run_eager(self, layer: Layer, args: tuple, kwargs: dict[str, Any], reason: str) -> Any:
         """Run the eager forward and count the fallback. Nested layers run as part of it."""
-        self.job.stats.fallbacks[layer.name, "forward", reason] += 1
+        self.context.stats.fallbacks[layer.name, "forward", reason] += 1
         self._running.active = True
         try:
             return layer.attached.eager(*args, **kwargs)
@@ -241,7 +241,7 @@ class TransformerEngineGraphs:
         setattr(node, REPLAY_ATTRIBUTE, (id(graph_slots), graph_index))
         node.register_prehook(BackwardHook(layer.name, graph_index, on_backward, graph_slots.release))
         self._state.replays += 1
-        self.job.stats.replays[layer.label] += 1
+        self.context.stats.replays[layer.label] += 1
         return value
 
     def backward_dw(self, name: str, microbatch: int) -> bool:
@@ -272,7 +272,7 @@ class TransformerEngineGraphs:
             logger.error(
                 "dropped Transformer Engine's graphs because memory that they read was replaced: %s", "; ".join(moved)
             )
-            self.job.stats.invalidations[STALE] += 1
+            self.context.stats.invalidations[STALE] += 1
             self._drop(CaptureStatus.STALE)
         self._steps += 1
         if self._recorded_this_step:
@@ -308,7 +308,7 @@ class TransformerEngineGraphs:
             self._forget(CaptureStatus.EVICTED)
             return
         self._hold_accumulators()
-        self.job.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
+        self.context.pool.trim()  # memory cached by eager steps can't be used by the graphs' pool
         self._running.active = True
         try:
             graph_set, keywords, added = self._make_graphs(chunks, modules)
@@ -316,16 +316,16 @@ class TransformerEngineGraphs:
             logger.error("the capture by Transformer Engine failed, layers will run eagerly: %s", error)
             self._state.fail(error)
             for layer in self._layers:
-                self.job.stats.capture_failed(layer.name, SCOPE, error)
+                self.context.stats.capture_failed(layer.name, SCOPE, error)
         finally:
             self._running.active = False
             self._accumulators = {}  # replays and eager calls don't need them
         if self._state.failed:  # outside `except`: the error no longer references memory of the capture
-            self.job.pool.trim()
+            self.context.pool.trim()
             return
         self._capture_seconds = time.perf_counter() - started
         self._install(graph_set, keywords, chunks, added)
-        self.job.stats.observe_capture(self._capture_seconds)
+        self.context.stats.observe_capture(self._capture_seconds)
         logger.info(
             "Transformer Engine captured %d pairs of graphs in %.2f s", len(graph_set.calls), self._capture_seconds
         )
@@ -338,7 +338,7 @@ class TransformerEngineGraphs:
 
         Raises CaptureError.
         """
-        pool, layers = self.job.pool, [layer for chunk in chunks for layer in chunk]
+        pool, layers = self.context.pool, [layer for chunk in chunks for layer in chunk]
         precisions = [layer.sample.record.precision for layer in layers if layer.sample.record.precision.enabled]
         if any(precision != precisions[0] for precision in precisions):
             raise CaptureError(
@@ -366,7 +366,7 @@ class TransformerEngineGraphs:
             for layer in layers:
                 stack.enter_context(layer.hooks_removed())
             preserved = stack.enter_context(
-                PreservedState([layer.attached.scope for layer in layers], self.job.state.values())
+                PreservedState([layer.attached.scope for layer in layers], self.context.state.values())
             )
             graph_set = self._maker.make(plan)
         self._replays_cache_weights = plan.caches_weights
@@ -387,8 +387,8 @@ class TransformerEngineGraphs:
                 layer.set_graphs([(graph_set.calls[index], keywords[index]) for index in indices], added, SCOPE)
                 self._addresses.watch(layer.attached.scope, prefix=f"{layer.name}.")
                 self._addresses.watch(MainGrads(layer.attached.scope), prefix=f"{layer.name}.main_grad of ")
-                self.job.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)
-        self._addresses.watch(self.job.state)
+                self.context.stats.captures[layer.name, SCOPE, "recorded"] += len(layer.graphs)
+        self._addresses.watch(self.context.state)
 
     # ---- shutdown --------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class TransformerEngineGraphs:
         self._forget(cause)
         if graph_set is not None:
             graph_set.close()
-            self.job.pool.trim()
+            self.context.pool.trim()
 
     def detach(self) -> None:
         """Drop all graphs and stop intercepting the layers. Call it before process groups are destroyed: NCCL resources

@@ -73,8 +73,8 @@ def missing_requirements(backend: str) -> list[str]:
 class InstalledTransformerEngine:
     """`Maker` for one capture context. Raises GraphConfigError if requirements are missing or options are invalid."""
 
-    def __init__(self, job: CaptureContext, options: Mapping[str, Any]):
-        problems = missing_requirements(job.pool.backend.name)
+    def __init__(self, context: CaptureContext, options: Mapping[str, Any]):
+        problems = missing_requirements(context.pool.backend.name)
         if problems:
             raise _refusal("; ".join(problems))
         try:
@@ -84,8 +84,8 @@ class InstalledTransformerEngine:
         except Exception as error:  # loading its shared libraries may raise anything
             raise _refusal(f"{PACKAGE} can't be imported: {type(error).__name__}: {error}") from error
         self.version = installed_version()
-        self._job = job
-        self._backend: Any = job.pool.backend  # the CUDA backend
+        self._context = context
+        self._backend: Any = context.pool.backend  # the CUDA backend
         self._make: Callable[..., Any] = te.make_graphed_callables
         self._graph = graph
         self._state = FP8GlobalStateManager
@@ -103,7 +103,7 @@ class InstalledTransformerEngine:
                 f"options: {', '.join(refused)} can't be passed to Transformer Engine "
                 f"{self.version}: allowed are {allowed}"
             )
-        self._check_generators(job.generators)
+        self._check_generators(context.generators)
         self._scratch = torch.zeros(1, device=self._backend.device)
         self._stream = torch.cuda.Stream(self._backend.device)  # stream of the captures
 
@@ -138,7 +138,7 @@ class InstalledTransformerEngine:
 
     def make(self, plan: CapturePlan) -> TransformerEngineGraphSet:
         """Capture a plan into its own memory pool. Raises CaptureError after restoring the device and its flags."""
-        memory: Any = self._job.pool.new_memory()  # the CUDA backend's
+        memory: Any = self._context.pool.new_memory()  # the CUDA backend's
         recipe = plan.precision.recipe if any(plan.enabled) else None
         options = {"allow_unused_input": True} | self._options
         outer_error = sys.exception()  # an error that the caller is handling; not a cause of ours
@@ -239,7 +239,7 @@ class InstalledTransformerEngine:
             logger.debug("after a failed capture: %s", ended)
         torch.cuda.synchronize(self._backend.device)
         generators = self._tracked_generators()
-        self._backend.capture(self._scratch.zero_, self._job.pool.new_memory(), generators, None).close()
+        self._backend.capture(self._scratch.zero_, self._context.pool.new_memory(), generators, None).close()
 
 
 class TransformerEngineGraphSet:

@@ -10,8 +10,8 @@ import torch
 
 from graph_cache import BufferSpec, GraphCache
 from graph_cache.backends import backend_for
+from graph_cache.core.pool import GraphPool
 from graph_cache.errors import GraphConfigError, GraphError
-from graph_cache.pool import GraphPool
 from tests.contract.fuzz import blocks
 from tests.contract.fuzz.blocks import LENGTH, WIDTH, tensors_of
 from tests.contract.fuzz.changes import Job

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from graph_cache.guards import addresses, changes, function, watch
+from graph_cache.core import addresses, function
+from graph_cache.guards import changes, watch
 from graph_cache.training import call, side_effects
 
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from engine.config import EngineConfig
-from engine.training_engine import TrainingEngine
+from engine.training.engine import TrainingEngine
 from graph_cache.errors import GraphError
 from tests.contract.fuzz import blocks
 from tests.contract.fuzz.blocks import LENGTH, WIDTH, Model, tensors_of

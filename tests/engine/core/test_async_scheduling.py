@@ -13,7 +13,7 @@ from engine.core.loop import EngineLoop
 from engine.errors import PromptTooLong
 from engine.loader.weights import iterate_safetensors
 from engine.protocol.request import TokenEvent
-from graph_cache.host_ring import HostRing
+from graph_cache.core.host_ring import HostRing
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
 

@@ -12,7 +12,7 @@ from engine import SamplingParams
 from engine.core.service import serve
 from engine.protocol.messages import Ask, Command, Events, Reply, Report, Stop, Submit
 from engine.protocol.request import EngineRequest
-from graph_cache.interrupts import CaptureInterrupted, Interrupts
+from graph_cache.backends.interrupts import CaptureInterrupted, Interrupts
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True)
 
@@ -30,7 +30,7 @@ def after(polls: int):
 
 @pytest.fixture
 def every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graph_cache.interrupts.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("graph_cache.backends.interrupts.POLL_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("polls", [0, 1, 20, 90, 150])
@@ -95,7 +95,7 @@ def test_a_request_that_arrives_during_a_capture_is_answered_before_it_is_comple
                 inbox.append(Stop())
 
         monkeypatch.setattr(loop.captures, "capture_next", capture_next)
-        monkeypatch.setattr("graph_cache.interrupts.POLL_SECONDS", 0.0)
+        monkeypatch.setattr("graph_cache.backends.interrupts.POLL_SECONDS", 0.0)
         serve(loop, receive, send)
         events = [event for report in reports if isinstance(report, Events) for event in report.events]
         tokens = [token for event in events for token in event.token_ids]
@@ -129,7 +129,7 @@ def test_the_log_says_how_far_the_captures_are(make_engine, caplog, monkeypatch)
 
 def test_a_capture_that_holds_up_live_requests_for_long_waits_until_there_are_none(make_engine, monkeypatch):
     monkeypatch.setattr("engine.core.captures.MAX_STALL_SECONDS", 0.0)
-    monkeypatch.setattr("graph_cache.interrupts.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("graph_cache.backends.interrupts.POLL_SECONDS", 0.0)
     with make_engine(warmup="background") as engine:
         loop = engine.loop
         pending = list(loop.executor.graphs.pending())

@@ -7,7 +7,7 @@ import pytest
 from engine import SamplingParams
 from engine.errors import ConfigError
 from engine.protocol.request import EngineRequest
-from graph_cache.host_ring import HostRing
+from graph_cache.core.host_ring import HostRing
 
 REPEATING = [[5, 6, 7, 8, 9] * 6, [11, 12, 13] * 9 + [11], list(range(20, 40)) * 2, [3, 4]]
 PARAMS = {

@@ -10,7 +10,7 @@ import torch
 from engine.layers.moe import Experts, MoE, Router, run_experts_grouped
 from graph_cache import BufferSpec, GraphCache
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
+from graph_cache.core.pool import GraphPool
 from tests.support.moe_reference import experts_reference, random_experts, random_routing
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 32, 24

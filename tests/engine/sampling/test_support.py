@@ -13,9 +13,9 @@ from engine.errors import RequestError
 from engine.protocol.logprobs import TokenLogprob, TokenLogprobs
 from engine.sampling.sampler import Sampler
 from engine.worker.sampling_graphs import SamplingStep
-from graph_cache.buckets import Buckets
-from graph_cache.cache import GraphCache
 from graph_cache.config import GraphConfig
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.cache import GraphCache
 from tests.engine.lively import PROMPTS
 from tests.support.engines import DEVICES
 

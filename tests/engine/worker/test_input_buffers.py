@@ -14,7 +14,7 @@ from engine.scheduling.request import Request
 from engine.worker.decode_graphs import shared_buckets
 from engine.worker.input_buffers import DecodeInputs, Layout, decode_buffers
 from engine.worker.prefix_groups import MIN_MEMBERS, max_groups_of
-from graph_cache.buckets import Buckets
+from graph_cache.core.buckets import Buckets
 
 ROWS, PAGES, PAGE_SIZE = 8, 6, 4
 BUCKETS = Buckets((1, 2, 4, 8))

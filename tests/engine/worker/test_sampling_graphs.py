@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.protocol.request import SamplingParams
 from engine.sampling.sampler import Sampler, SampleResult
 from engine.worker.sampling_graphs import LOGPROBS_SITE, SITE, SamplingStep, sampling_buckets
-from graph_cache.buckets import Buckets
-from graph_cache.cache import GraphCache
 from graph_cache.config import GraphConfig
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.cache import GraphCache
 from graph_cache.errors import CaptureError
 from tests.engine.lively import PROMPTS, SAMPLING_VARIANTS, greedy
 from tests.support.sampling_steps import sample

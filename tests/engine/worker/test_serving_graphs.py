@@ -168,7 +168,7 @@ def test_dummy_runs_of_warm_up_and_capture_are_not_counted(make_engine):
 
 @pytest.mark.parametrize("warmup", ["lazy", "full"])
 def test_replays_counted_are_replays_that_happened(make_engine, monkeypatch, warmup):
-    from graph_cache.runner import GraphRunner
+    from graph_cache.core.runner import GraphRunner
 
     happened = Counter()
     replay = GraphRunner.replay

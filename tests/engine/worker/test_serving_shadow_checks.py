@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from graph_cache.cache import CacheEntry
+from graph_cache.core.cache import CacheEntry
 from tests.engine.lively import PROMPTS, greedy
 
 DEVICES = [

@@ -11,9 +11,9 @@ import torch
 
 from graph_cache.backends import backend_for
 from graph_cache.backends.cpu_host_reads import refuse_host_reads
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.runner import GraphRunner
 from graph_cache.errors import CaptureRefused
-from graph_cache.pool import GraphPool
-from graph_cache.runner import GraphRunner
 
 
 def scripted_list(x):

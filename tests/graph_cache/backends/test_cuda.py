@@ -10,9 +10,9 @@ import torch
 
 from graph_cache.backends import backend_for
 from graph_cache.backends.cuda import segments_of
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.runner import GraphRunner
 from graph_cache.errors import CaptureRefused
-from graph_cache.pool import GraphPool
-from graph_cache.runner import GraphRunner
 
 pytestmark = pytest.mark.gpu
 

@@ -9,16 +9,16 @@ import pytest
 
 from graph_cache.guards.code import Reads
 from graph_cache.guards.search import reachable
-from graph_cache.guards.watch import Versions
+from graph_cache.guards.watch import ValueVersions
 
 
 def watched(run, *roots):
     """Return the versions of what a run reads, after it was observed."""
-    reads, versions = Reads(), Versions()
-    with versions.extended() as extension:
+    reads, versions = Reads(), ValueVersions()
+    with versions.extended() as values:
         with reads.observing():
             run()
-        extension.add(reachable([("root", run), *[("root", one) for one in roots]], ran=reads), reads)
+        values.add(reachable([("root", run), *[("root", one) for one in roots]], ran=reads), reads)
     return versions
 
 

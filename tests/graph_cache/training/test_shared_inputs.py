@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Attachment, Part
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs
@@ -64,7 +64,7 @@ def assert_same(ours, theirs):
 
 def mask_addresses(graphs, position=1):
     (recorded,) = graphs.recorded_steps
-    return {entry.pair.inputs[position].data_ptr() for entry in recorded.entries()}
+    return {entry.graphs.inputs[position].data_ptr() for entry in recorded.entries()}
 
 
 def replays(graphs):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_cache.buckets import default_ladder
+from graph_cache.core.buckets import default_ladder
 from graph_cache.errors import GraphConfigError
 from graph_cache.tuning.tuner import expected_padding, tune
 

@@ -11,8 +11,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from graph_cache.buckets import Buckets
-from graph_cache.manifest import Manifest
+from graph_cache.core.buckets import Buckets
+from graph_cache.core.manifest import Manifest
 from server.cli import main as cli
 from server.cli.commands import interpolated
 from server.cli.flags import ENGINE_HELP, MOST_USED, SERVER_HELP, TOPICS, server_config

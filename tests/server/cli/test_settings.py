@@ -50,11 +50,11 @@ def test_every_setting_can_be_given_in_each_of_the_three_ways():
 def test_values_of_a_file_have_their_types(write):
     path = write(
         "served-model-name: [a, b]\ngraph_buckets: [1, 2]\nin_process: true\ndrain_seconds: 2\nmodel: x\n"
-        "num_pages: null\ncuda-graph-modules: attn,mlp\nseed: '3'\n--log-level: debug\n"
+        "num_pages: null\nscore-tokens: no,yes\nseed: '3'\n--log-level: debug\n"
     )
     assert read_file(path) == {
         "served_model_name": ("a", "b"), "graph_buckets": (1, 2), "in_process": True, "drain_seconds": 2, "model": "x",
-        "cuda_graph_modules": ("attn", "mlp"), "seed": 3, "log_level": "debug",
+        "score_tokens": ("no", "yes"), "seed": 3, "log_level": "debug",
     }  # fmt: skip
     assert read_file(write("")) == {} and read_file(write("# nothing\n")) == {}
     assert read_file(write("graph_buckets: 8\n")) == {"graph_buckets": (8,)}

@@ -22,7 +22,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         ("--max-num-seqs", "0", "--max-num-seqs=0 must be a whole number"),
         ("--inference-cuda-graph-scope", "blok", "--inference-cuda-graph-scope is 'blok': .* did you mean 'block'?"),
-        ("--cuda-graph-modules", "atn", "--cuda-graph-modules has an unknown module 'atn'"),
+        ("--cuda-graph-impl", "locl", "--cuda-graph-impl is 'locl': .* did you mean 'local'?"),
         ("--graph-buckets", "0,4", "--graph-buckets=.*: a bucket is 0"),
     ],
 )

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from graph_cache.adapters.megatron.iteration import FullIteration
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from tests.support.megatron_models import VOCAB, tokens
 
 MICRO = 4

@@ -226,7 +226,7 @@ def test_random_states_on_the_host_are_refused_and_generators_are_registered(tra
     tracker.set_states({"model-parallel-rng": generator})
     with training() as engine:
         engine.attach(gpt())
-        assert generator in engine._networks[0].graphs[0].job.generators  # noqa: SLF001
+        assert generator in engine._networks[0].graphs[0].context.generators  # noqa: SLF001
 
 
 def test_dropout_is_checked_at_attach_not_from_settings():
@@ -388,14 +388,11 @@ def test_selective_recompute_is_off_during_capture_and_restored():
     model = gpt(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
     layer = model.decoder.layers[0]
     found = attachment([model], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none"))
-    with pytest.raises(ValueError, match="broken"), found.surroundings.recreate(list(layer.modules()), None):
+    with pytest.raises(ValueError, match="broken"), found.ambient.recreate(list(layer.modules()), None):
         assert not layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
         raise ValueError("broken")
     assert layer.recompute_mlp and layer.self_attention.checkpoint_core_attention
-    assert (
-        attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")).surroundings
-        is None
-    )
+    assert attachment([gpt()], GraphConfig(cuda_graph_impl="local", inference_cuda_graph_scope="none")).ambient is None
 
 
 @pytest.mark.parametrize(

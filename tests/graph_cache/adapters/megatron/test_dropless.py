@@ -209,7 +209,7 @@ def test_experts_of_fixed_capacity_and_dense_models_are_left_alone():
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "inference"}, {"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_modules": ["attn"]}],
+    [{"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_modules": ["attn"]}],
 )
 def test_the_setting_is_refused_without_whole_moe_layers(options):
     with pytest.raises(ConfigError, match="cuda_graph_moe_dropless=True captures whole MoE layers"):

@@ -12,10 +12,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from engine import Engine, EngineConfig
 from graph_cache.adapters.megatron.cpu import keep_rotary_in_place
-from graph_cache.adapters.megatron.cpu_mamba import ReferenceMixer, hybrid_stack_spec
 from graph_cache.adapters.megatron.packed import padded
 from graph_cache.adapters.megatron.packed_seq_idx import sequence_indices, with_sequence_indices
 from tests.graph_cache.adapters.megatron.test_packed import PackedCore, packed_of
+from tests.support.megatron_mamba import ReferenceMixer, hybrid_stack_spec
 from tests.support.megatron_models import FIXED, VOCAB, config, tokens
 
 pytestmark = pytest.mark.usefixtures("experts_on_cpu")

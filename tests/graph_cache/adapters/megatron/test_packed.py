@@ -18,9 +18,9 @@ from graph_cache.adapters.megatron.attachment import attachment
 from graph_cache.adapters.megatron.packed import PACKED_ARGUMENT, padded, register_packed_sequences, tokens_of
 from graph_cache.adapters.megatron.packed_rotary import DeviceRotary
 from graph_cache.backends import backend_for
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.errors import GraphConfigError
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.modules import TrainingGraphs
 from tests.support.megatron_models import gpt, tokens
@@ -234,7 +234,7 @@ def test_layers_share_one_set_of_cu_seqlens():
     (recorded,) = graphs.recorded_steps
     entries = recorded.entries()
     assert len(entries) == 2
-    buffers = [{one.data_ptr() for one in entry.pair.inputs if one.dtype == torch.int32} for entry in entries]
+    buffers = [{one.data_ptr() for one in entry.graphs.inputs if one.dtype == torch.int32} for entry in entries]
     assert buffers[0] == buffers[1] and len(buffers[0]) == 2
     graphs.detach()
 

@@ -327,7 +327,7 @@ def with_transformer_engine_graphs(model):
     graphs = TransformerEngineGraphs(
         plan.parts, plan.order, capture_context(), holders=plan.holders, warmup_rounds=1, maker=StaticMaker()
     )
-    return graphs.job.stats, graphs.detach
+    return graphs.context.stats, graphs.detach
 
 
 @pytest.mark.parametrize("attach", [with_local_graphs, with_transformer_engine_graphs])

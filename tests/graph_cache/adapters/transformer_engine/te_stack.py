@@ -7,8 +7,8 @@ from torch import nn
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs
 from graph_cache.backends import backend_for
-from graph_cache.pool import GraphPool
-from graph_cache.stats import CacheStats
+from graph_cache.core.pool import GraphPool
+from graph_cache.core.stats import CacheStats
 from graph_cache.training.attached import Part
 from graph_cache.training.capture_context import CaptureContext
 from tests.graph_cache.adapters.transformer_engine.static_graphs import StaticMaker
@@ -94,13 +94,13 @@ def train(model: Stack, order, steps: int = 6, **kwargs) -> list[list[float]]:
 
 def reasons(graphs: TransformerEngineGraphs) -> dict[str, int]:
     found: dict[str, int] = {}
-    for (_, _, reason), count in graphs.job.stats.fallbacks.items():
+    for (_, _, reason), count in graphs.context.stats.fallbacks.items():
         found[reason] = found.get(reason, 0) + count
     return found
 
 
 def replays(graphs: TransformerEngineGraphs) -> int:
-    return graphs.job.stats.replays.total()
+    return graphs.context.stats.replays.total()
 
 
 def same_parameters(a: nn.Module, b: nn.Module) -> bool:
@@ -114,7 +114,7 @@ def warmed(model: Stack, order=ONE_AT_A_TIME, maker: StaticMaker | None = None, 
     for number in range(4):
         step(model, order, [batch(number)] * order.count(1), **kwargs)
     assert replays(graphs) > 0
-    graphs.job.stats.fallbacks.clear()
-    graphs.job.stats.replays.clear()
+    graphs.context.stats.fallbacks.clear()
+    graphs.context.stats.replays.clear()
     model.zero_grad()
     return graphs

@@ -199,7 +199,7 @@ def test_a_capture_preserves_gradients_buffers_and_main_grads():
 
     @contextmanager
     def paused():
-        entered.append((graphs.job.pool.lock.acquire(blocking=False), graphs.job.pool.capturing))
+        entered.append((graphs.context.pool.lock.acquire(blocking=False), graphs.context.pool.capturing))
         yield
         entered.append(None)
 
@@ -228,8 +228,8 @@ def test_a_failed_capture_leaves_the_layers_eager_and_is_counted():
     graphs = attached(model, maker=StaticMaker(fails=True))
     assert train(model, ONE_AT_A_TIME) == train(eager, ONE_AT_A_TIME)
     assert reasons(graphs) == {"warming_up": 9, "capture_failed": 9}
-    assert graphs.job.stats.failed_captures.total() == 3
-    assert not graphs.job.pool.capturing and graphs.table() == []
+    assert graphs.context.stats.failed_captures.total() == 3
+    assert not graphs.context.pool.capturing and graphs.table() == []
     graphs.detach()
 
 
@@ -238,7 +238,7 @@ def test_a_moved_parameter_drops_the_graphs_which_warm_up_again():
     graphs = warmed(model, maker=maker)
     model.layers[1].inner.weight.data = model.layers[1].inner.weight.data.clone()
     model(batch(0)).sum().backward()
-    assert graphs.job.stats.invalidations == {"stale_address": 1} and maker.made[0].closed == 1
+    assert graphs.context.stats.invalidations == {"stale_address": 1} and maker.made[0].closed == 1
     assert reasons(graphs) == {"warming_up": 3}
     for number in range(3):
         model(batch(number)).sum().backward()
@@ -251,7 +251,7 @@ def test_replaced_quantizers_drop_the_graphs():
     graphs = warmed(model, maker=maker)
     maker.made[0].current = False
     model(batch(0)).sum().backward()
-    assert graphs.job.stats.invalidations == {"stale_address": 1} and maker.made[0].closed == 1
+    assert graphs.context.stats.invalidations == {"stale_address": 1} and maker.made[0].closed == 1
     assert reasons(graphs) == {"warming_up": 3} and replays(graphs) == 0
     graphs.detach()
 

@@ -107,7 +107,7 @@ def test_layers_are_captured_in_the_order_in_which_they_run(order):
     assert train(model, order) == train(eager, order)
     assert same_parameters(model, eager)
     assert set(reasons(graphs)) == {"warming_up"}
-    assert len({count for (name, *_), count in graphs.job.stats.replays.items()}) == 1
+    assert len({count for (name, *_), count in graphs.context.stats.replays.items()}) == 1
     graphs.clear()  # also forgets the order of the layers
     model.layers = nn.ModuleList(reversed(model.layers))
     eager.layers = nn.ModuleList(reversed(eager.layers))

@@ -16,8 +16,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
 
 from engine import Engine, EngineConfig  # noqa: E402
-from graph_cache.buffers import BufferSpec  # noqa: E402
-from graph_cache.cache import GraphCache  # noqa: E402
+from graph_cache.core.buffers import BufferSpec  # noqa: E402
+from graph_cache.core.cache import GraphCache  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,9 +18,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from graph_cache.adapters.transformer_engine import TransformerEngineGraphs  # noqa: E402
 from graph_cache.backends import backend_for  # noqa: E402
+from graph_cache.core.pool import GraphPool  # noqa: E402
+from graph_cache.core.stats import CacheStats  # noqa: E402
 from graph_cache.errors import GraphConfigError, GraphError  # noqa: E402
-from graph_cache.pool import GraphPool  # noqa: E402
-from graph_cache.stats import CacheStats  # noqa: E402
 from graph_cache.training.capture_context import CaptureContext  # noqa: E402
 
 pytestmark = [
@@ -77,9 +77,9 @@ def stack(kind: type[nn.Module] = Layer, layers: int = 3) -> Stack:
 
 
 def attached(model: Stack, order=ONE_AT_A_TIME, **options) -> TransformerEngineGraphs:
-    job = CaptureContext(GraphPool(backend_for("cuda")), CacheStats())
+    context = CaptureContext(GraphPool(backend_for("cuda")), CacheStats())
     return TransformerEngineGraphs(
-        [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)], order, job, **options
+        [(f"layers.{index}", layer) for index, layer in enumerate(model.layers)], order, context, **options
     )
 
 
@@ -118,7 +118,7 @@ def train(model: Stack, order=ONE_AT_A_TIME, steps: int = 8, recipe=None, tells_
 
 def reasons(graphs: TransformerEngineGraphs) -> dict[str, int]:
     found: dict[str, int] = {}
-    for (_, _, reason), count in graphs.job.stats.fallbacks.items():
+    for (_, _, reason), count in graphs.context.stats.fallbacks.items():
         found[reason] = found.get(reason, 0) + count
     return found
 
@@ -144,7 +144,7 @@ def test_bf16_steps_match_eager_losses(kind, order):
     graphs = attached(model, order)
     close_to(train(model, order), train(eager, order))
     assert set(reasons(graphs)) == {"warming_up"}
-    assert graphs.job.stats.replays.total() == 8 * 3 * order.count(1) - reasons(graphs)["warming_up"] > 0
+    assert graphs.context.stats.replays.total() == 8 * 3 * order.count(1) - reasons(graphs)["warming_up"] > 0
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
     graphs.detach()
@@ -157,7 +157,7 @@ def test_fp8_steps_match_eager_losses(recipe, order):
     model, eager = stack(), stack()
     graphs = attached(model, order)
     close_to(train(model, order, recipe=recipe), train(eager, order, recipe=recipe), 5e-2)
-    assert set(reasons(graphs)) == {"warming_up"} and graphs.job.stats.replays.total() > 0
+    assert set(reasons(graphs)) == {"warming_up"} and graphs.context.stats.replays.total() > 0
     graphs.detach()
 
 
@@ -178,11 +178,11 @@ def test_a_call_in_another_precision_runs_eager():
     model = stack()
     graphs = attached(model)
     train(model, steps=4, recipe=DelayedScaling())
-    before = graphs.job.stats.replays.total()
+    before = graphs.context.stats.replays.total()
     train(model, steps=1)
-    assert graphs.job.stats.replays.total() == before and reasons(graphs)["unseen_signature"] == 3
+    assert graphs.context.stats.replays.total() == before and reasons(graphs)["unseen_signature"] == 3
     train(model, steps=1, recipe=DelayedScaling())  # another object, equal
-    assert graphs.job.stats.replays.total() == before + 3
+    assert graphs.context.stats.replays.total() == before + 3
     graphs.detach()
 
 
@@ -195,8 +195,8 @@ def test_another_recipe_drops_and_recaptures_graphs():
         found += train(model, steps=steps, recipe=recipe)
         expected += train(eager, steps=steps, recipe=recipe)
     close_to(found, expected, 5e-2)
-    assert graphs.job.stats.invalidations == {"stale_address": 1}
-    assert graphs.job.stats.captures["layers.0", "module", "recorded"] == 2
+    assert graphs.context.stats.invalidations == {"stale_address": 1}
+    assert graphs.context.stats.captures["layers.0", "module", "recorded"] == 2
     graphs.detach()
 
 
@@ -296,7 +296,7 @@ def test_a_capture_does_not_change_the_rng_state():
     expected = torch.rand(4, device="cuda")
     torch.cuda.manual_seed(5)
     train(model, steps=1)  # captures
-    assert torch.equal(torch.rand(4, device="cuda"), expected) and graphs.job.stats.replays.total() > 0
+    assert torch.equal(torch.rand(4, device="cuda"), expected) and graphs.context.stats.replays.total() > 0
     graphs.detach()
 
 
@@ -327,7 +327,7 @@ def test_another_thread_that_is_paused_does_not_break_the_capture():
     finally:
         ended.set()
         thread.join()
-    assert graphs.job.stats.failed_captures.total() == 0 and graphs.job.stats.replays.total() > 0 and rounds
+    assert graphs.context.stats.failed_captures.total() == 0 and graphs.context.stats.replays.total() > 0 and rounds
     graphs.detach()
 
 
@@ -343,14 +343,14 @@ def test_a_failed_capture_leaves_the_device_and_the_layers_as_before():
     graphs = attached(model)
     close_to(train(model), train(eager))
     assert reasons(graphs) == {"warming_up": 9, "capture_failed": 15}
-    assert graphs.job.stats.failed_captures.total() == 3
-    assert torch.cuda.current_stream() == stream and gc.isenabled() and not graphs.job.pool.capturing
+    assert graphs.context.stats.failed_captures.total() == 3
+    assert torch.cuda.current_stream() == stream and gc.isenabled() and not graphs.context.pool.capturing
     torch.rand(4, device="cuda")  # its generator is no longer in a capture
     graphs.detach()
     healthy = stack()
     again = attached(healthy)
     train(healthy, steps=5)
-    assert again.job.stats.replays.total() == 6
+    assert again.context.stats.replays.total() == 6
     again.detach()
 
 
@@ -371,13 +371,13 @@ def test_closing_frees_memory_and_restores_forwards():
     graphs = attached(model, TWO_OUTSTANDING)
     train(model, TWO_OUTSTANDING, steps=5)
     rows = graphs.table()
-    held = graphs.job.pool.nbytes()
+    held = graphs.context.pool.nbytes()
     assert len(rows) == 3 * 4 and rows[0]["engine"] == "transformer_engine"
     assert 0 < sum(row["bytes"] for row in rows) <= held and memory()[1] >= reserved + held
     graphs.detach()
     graphs.detach()
     now = memory()
-    assert now[0] <= allocated + (1 << 20) and now[1] <= reserved + (4 << 20) and graphs.job.pool.nbytes() == 0
+    assert now[0] <= allocated + (1 << 20) and now[1] <= reserved + (4 << 20) and graphs.context.pool.nbytes() == 0
     assert [set(vars(layer)) for layer in model.layers] == attributes
     train(model, steps=1)
 
@@ -387,10 +387,10 @@ def test_cleared_graphs_are_captured_again():
     graphs = attached(model)
     train(model, steps=4)
     graphs.clear()
-    before = graphs.job.stats.replays.total()
+    before = graphs.context.stats.replays.total()
     train(model, steps=4)
-    assert graphs.job.stats.replays.total() == before + 3
-    assert graphs.job.stats.captures["layers.0", "module", "recorded"] == 2
+    assert graphs.context.stats.replays.total() == before + 3
+    assert graphs.context.stats.captures["layers.0", "module", "recorded"] == 2
     graphs.detach()
 
 
@@ -400,10 +400,10 @@ def test_reserved_options_and_foreign_generators_are_refused():
         attached(model, options={"_order": [1, -1]})
     with pytest.raises(GraphConfigError, match="no_such_option"):
         attached(model, options={"no_such_option": 1})
-    job = CaptureContext(GraphPool(backend_for("cuda")), CacheStats(), [torch.Generator("cuda")])
+    context = CaptureContext(GraphPool(backend_for("cuda")), CacheStats(), [torch.Generator("cuda")])
     with pytest.raises(GraphConfigError, match="use_te_rng_tracker"):
-        TransformerEngineGraphs([("layer", model.layers[0])], ONE_AT_A_TIME, job)
+        TransformerEngineGraphs([("layer", model.layers[0])], ONE_AT_A_TIME, context)
     graphs = attached(model, options={"num_warmup_iters": 1})
     train(model, steps=4)
-    assert graphs.job.stats.replays.total() == 3
+    assert graphs.context.stats.replays.total() == 3
     graphs.detach()

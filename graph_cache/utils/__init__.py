@@ -1,0 +1,1 @@
+"""Helpers without knowledge of captures: memory layouts, hashes, checks of settings, CPU threads."""
