@@ -24,15 +24,16 @@ def digest_of(tape: Tape) -> Digest:
 
 def _spelled(value: Any, numbers: Numbers) -> Any:
     """Return a value in a form of which the text is equal in every process."""
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in PLAIN:
         return value
+    if kind is Ref:
+        geometry = (value.dtype, value.size, value.stride, value.offset, value.conjugated, value.negated)
+        return ("buffer", value.buffer, *geometry)
     if isinstance(value, (list, tuple)):
         return [_spelled(one, numbers) for one in value]
     if isinstance(value, dict):
         return [(key, _spelled(one, numbers)) for key, one in value.items()]
-    if isinstance(value, Ref):
-        geometry = (value.dtype, value.size, value.stride, value.offset, value.conjugated, value.negated)
-        return ("buffer", value.buffer, *geometry)
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return "tensor", value.layout, value.dtype, tuple(value.shape)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from graph_cache.backends.call_values import map_leaves
 from graph_cache.backends.cpu_arena import Claim
 from graph_cache.backends.cpu_out import out_call
 from graph_cache.backends.cpu_tape import UNDEFINED_CONTENTS, Ref, Tape
+from graph_cache.guards.call_values import OTHERS, map_leaves
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -59,11 +59,15 @@ def bind(tape: Tape, claim: Claim, offsets: list[int]) -> list[Call]:
         views[leaf] = view = torch._neg_view(view) if leaf.negated else view
         return view
 
+    def bound(value: Any) -> Any:
+        return value if type(value) in OTHERS else map_leaves(tensor_of, value)
+
     calls = []
     for index, op in enumerate(tape.ops):
         if _schema_of(op.func).name in UNDEFINED_CONTENTS:
             continue
-        args, kwargs = map_leaves(tensor_of, op.args), map_leaves(tensor_of, op.kwargs)
+        args = tuple([bound(one) for one in op.args])
+        kwargs = {name: bound(one) for name, one in op.kwargs.items()}
         if not op.fresh:
             calls.append(Call(op.func, args, kwargs, grad=op.grad))
             continue
@@ -154,6 +158,7 @@ class _Schema:
         self.overload = str(schema).split("(")[0]
         self.defaults = {argument.name: argument.default_value for argument in schema.arguments}
         self.types = {argument.name: _Type(argument.type) for argument in schema.arguments}
+        self.resolved: dict[tuple[Any, ...], bool] = {}  # by types of arguments; see `_resolves_to_overload`
 
 
 class _Type:
@@ -175,7 +180,12 @@ def _append(graph: torch._C.Graph, constants: dict, call: Call) -> None:
     inputs = [_value(graph, constants, given[name], kind) for name, kind in schema.types.items()]
     node = graph.create(schema.name, inputs, schema.returns)
     graph.insertNode(node)
-    if not _resolves_to_overload(node, schema, given):
+    kinds = tuple(
+        [(type(one), *map(type, one)) if isinstance(one, (tuple, list)) else type(one) for one in given.values()]
+    )
+    if (resolves := schema.resolved.get(kinds)) is None:
+        resolves = schema.resolved[kinds] = _resolves_to_overload(node, schema, given)
+    if not resolves:
         if call.fallback is None:
             raise RuntimeError(f"{call.func} would be replayed as {node.schema()}")
         node.destroy()

@@ -1,46 +1,38 @@
 """Find seeds that code gives to random generators during a recording, also those that a generator has already.
 
 A replay begins where the last one ended, and not at the seed again. The state of the generator shows this only if it
-differed before. `fork_rng` and checkpoints set states that they read in the same run: a comparison of states suffices.
+differed before. So the generator gets a mark: another initial seed, which no number depends on. A seed removes it, and
+a state that the run itself has saved, as `fork_rng` and checkpoints do, holds it.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Container, Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
-from graph_cache.guards.ownership import CORE, TORCH, is_core_file
-from graph_cache.utils.profiling import profiled
+from graph_cache.guards.namespaces import set_state, state_of
 
-SETTERS = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
-_CHECKPOINT = torch.utils.checkpoint.__file__
+_SEED = slice(0, 8)  # the bytes of a generator's state that hold its initial seed
 
 
 @contextmanager
-def observe_seeds(generators: Container[object], seeded: Callable[[], None]) -> Iterator[None]:
-    """Call `seeded` when code of this thread sets the state of one of the generators, given by their C++ objects."""
-
-    def called(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument.__name__ in SETTERS and isinstance(argument.__self__, torch.Generator):
-            if getattr(argument.__self__, "_cdata", None) in generators and not _restores(frame):
-                seeded()
-
-    with profiled(called):
+def marked(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Mark generators of the host within the block."""
+    mark = os.urandom(8)
+    before = [(generator, state_of(generator)[_SEED]) for generator in generators]
+    for generator, _ in before:
+        _set_seed(generator, mark)
+    try:
         yield
+    finally:
+        for generator, seed in before:
+            if state_of(generator)[_SEED] == mark:
+                _set_seed(generator, seed)
 
 
-def _restores(frame: types.FrameType | None) -> bool:
-    """Whether a state is set that the same run has read: by `fork_rng`, a checkpoint, or this core."""
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, CORE)):
-        code = frame.f_code
-        if code.co_name == "fork_rng" or code.co_filename == _CHECKPOINT:
-            return True
-        if code.co_filename.startswith(CORE):
-            return is_core_file(code.co_filename)
-        frame = frame.f_back
-    return False
+def _set_seed(generator: torch.Generator, seed: bytes) -> None:
+    """Set the initial seed that a generator tells, and no other part of its state."""
+    set_state(generator, seed + state_of(generator)[_SEED.stop :])

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graph_cache.backends.call_values import map_leaves, tensors_in
 from graph_cache.backends.cpu_call_site import host_read_refusal
 from graph_cache.backends.cpu_generators import recorded_states
 from graph_cache.backends.cpu_out import out_overload_matches
-from graph_cache.backends.cpu_seeds import observe_seeds
+from graph_cache.backends.cpu_seeds import marked
 from graph_cache.errors import CaptureRefused
 from graph_cache.guards.audit import higher_order_refusal
+from graph_cache.guards.call_values import OTHERS, map_leaves, tensors_in
 from graph_cache.guards.composites import FUSED, DecomposingMode, is_composite
 from graph_cache.guards.namespaces import state_of
 from graph_cache.utils.profiling import unprofiled
@@ -54,6 +54,7 @@ HOST_READS = {
 }
 CPU = frozenset(("cpu",))
 MAX_MATCHES = 1 << 16
+_ITEM = "aten::_local_scalar_dense"
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
@@ -67,6 +68,7 @@ class Facts:
     is_inplace_view: bool
     is_mutable: bool
     is_unbounded: bool  # its results or their shapes depend on data
+    is_plain: bool  # it may be refused for its devices only
     returns: int
 
     @staticmethod
@@ -74,18 +76,23 @@ class Facts:
     def of(func: torch._ops.OpOverload) -> Facts:
         """Return the facts of an operation."""
         tags, schema = func.tags, func._schema
+        name, special = schema.name, (HOST_READS, FUSED, MOVES_STORAGE, INDEXING)
+        is_seeded = torch.Tag.nondeterministic_seeded in tags
+        is_unbounded = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        is_special = any(name in names for names in special) or name.startswith(COLLECTIVES) or name == _ITEM
         return Facts(
-            schema.name,
+            name,
             is_composite(func, CPU),
-            torch.Tag.nondeterministic_seeded in tags,
+            is_seeded,
             torch.Tag.inplace_view in tags,
             schema.is_mutable,
-            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+            is_unbounded,
+            not (is_seeded or is_unbounded or is_special),
             len(schema.returns),
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: several times as fast to make
 class Ref:
     """A tensor in memory that the recorded run allocated: the buffer and its geometry."""
 
@@ -196,40 +203,67 @@ class TapeRecorder(DecomposingMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._check()
-        # The profiler of `observe_seeds` would be called for each function here, which takes as long as the rest.
-        with unprofiled():
-            return self._dispatch(func, types, args, kwargs or {})
-
-    def _dispatch(self, func, types, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            self._refusal = CaptureRefused(higher_order_refusal([func.name()]))
-            raise self._refusal
-        if any(tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for tensor_type in types):
-            return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        facts = Facts.of(func)
+        kwargs = kwargs or {}
+        with unprofiled():  # a profiler would be called for each function here, which takes longer than the rest
+            if isinstance(func, HigherOrderOperator):
+                self._refusal = CaptureRefused(higher_order_refusal([func.name()]))
+                raise self._refusal
+            if self.rewrites:
+                func, args, kwargs = self.rewritten(func, args, kwargs)
+            inputs = tensors_in(args, kwargs)
+            for one in self.followers:
+                one.before(func, inputs, args, kwargs)
+            if any([kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types]):
+                return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
+            facts = Facts.of(func)
         if facts.is_composite:
             # Under inference mode, composite operations are not decomposed. Decompose them, so that their inner
             # allocations are placed in the arena too. Use the C++ kernel that eager runs: the Python
             # decompositions for compilers round differently.
             return self.decompose(func, args, kwargs)
-        inputs = tensors_in(args, kwargs)
+        with unprofiled():
+            lifted = self._prepare(func, facts, args, kwargs, inputs)
+        if lifted:
+            # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
+            func = aten.clone.default
+            facts = Facts.of(func)
+        input_storages = {one.untyped_storage()._cdata for one in inputs}
+        result = self.run(func, args, kwargs)
+        with unprofiled():
+            self._record_result(func, facts, args, kwargs, inputs, result, input_storages, lifted)
+        return result
+
+    def _prepare(
+        self, func: OpOverload, facts: Facts, args: tuple, kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> bool:
+        """Refuse a call that can't be recorded, and save what it overwrites. Return whether it lifts a new tensor."""
+        for one in self.followers:
+            one.writes(func, args, kwargs)
         try:
             self._refuse(func, facts, args, kwargs, inputs)
         except CaptureRefused as refusal:
             self._refusal = refusal
             raise
-        lifted = func is aten.lift_fresh.default
-        if lifted:
-            # A tensor made from Python values: the callable may write into it, so each replay makes a new copy.
-            func = aten.clone.default
-            facts = Facts.of(func)
-        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         if self._overwritten is not None:
             self._save_overwritten(self._overwritten, func, args, kwargs)
         if facts.is_seeded:
             self.check_generators()
-        result = self.run(func, args, kwargs)
+        return func is aten.lift_fresh.default
+
+    def _record_result(
+        self,
+        func: OpOverload,
+        facts: Facts,
+        args: tuple,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        result: Any,
+        input_storages: set[int],
+        lifted: bool,
+    ) -> None:
         results = tensors_in(result)
+        for one in self.followers:
+            one.after(inputs, result)
         if any([tensor._is_zerotensor() for tensor in (*inputs, *results)]):  # noqa: SLF001
             self._refusal = CaptureRefused(
                 f"{func} in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad), whose zeros have no memory"
@@ -240,16 +274,21 @@ class TapeRecorder(DecomposingMode):
         if lifted:
             self._literals.add(result.untyped_storage()._cdata)
         if facts.is_inplace_view:
-            return result  # changes only the geometry, which is in the Refs of later operations
-        touched = input_storages | {tensor.untyped_storage()._cdata for tensor in results}
+            return  # changes only the geometry, which is in the Refs of later operations
+        result_storages = [one.untyped_storage()._cdata for one in results]
+        is_fresh = not input_storages.issuperset(result_storages)
         if lifted or (input_storages <= self._constant_storages and not facts.is_seeded):
-            self._constant_storages |= touched
+            self._constant_storages.update(input_storages, result_storages)
         elif facts.is_mutable:
-            self._constant_storages -= touched
-        fresh = not touched <= input_storages
-        if fresh or facts.is_mutable or not results:
-            self._record(func, facts, args, kwargs, inputs, result, results, input_storages, fresh)
-        return result  # if not recorded, a view: its geometry is in the Refs of later operations
+            self._constant_storages.difference_update(input_storages, result_storages)
+        # Else a view: its geometry is in the Refs of later operations.
+        if is_fresh or facts.is_mutable or not results:
+            self._add_buffers(results, result_storages, input_storages)
+            self._record(func, facts, args, kwargs, result, input_storages, is_fresh)
+            for storage in (*[one.untyped_storage() for one in inputs], *[one.untyped_storage() for one in results]):
+                if (buffer := self._buffer_of.get(storage._cdata)) is not None:
+                    entry, index = self.tape.buffers[buffer], len(self.tape.ops) - 1
+                    entry.nbytes, entry.last = max(entry.nbytes, storage.nbytes()), index  # out= may have resized it
 
     def _save_overwritten(
         self,
@@ -274,7 +313,8 @@ class TapeRecorder(DecomposingMode):
     @contextmanager
     def observing_generators(self) -> Iterator[None]:
         """Record within the block that code saves a generator's state and restores it, and note any other seed."""
-        with observe_seeds(self._generators, self._note_seed), recorded_states(self._generators, self._note_seed):
+        with marked(self._generators.values()), recorded_states(self._generators, self._note_seed):
+            self._generator_states = self._read_generators()
             yield
 
     def _note_seed(self) -> None:
@@ -322,60 +362,56 @@ class TapeRecorder(DecomposingMode):
             if not reference.expired():
                 self.tape.kept[buffer] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
+    def _add_buffers(
+        self, results: Sequence[torch.Tensor], result_storages: Sequence[int], input_storages: set[int]
+    ) -> None:
+        """Add a buffer for each storage that the next call of the tape makes."""
+        index = len(self.tape.ops)
+        for tensor, address in zip(results, result_storages, strict=True):
+            if address not in input_storages and address not in self._buffer_of:
+                self._buffer_of[address] = len(self.tape.buffers)
+                self._storage_refs.append(StorageWeakRef(tensor.untyped_storage()))
+                self.tape.buffers.append(Buffer(0, index, index))
+
     def _record(
         self,
-        func,
+        func: OpOverload,
         facts: Facts,
         args: tuple,
         kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
         result: Any,
-        results: list[torch.Tensor],
         input_storages: set[int],
         fresh: bool,
     ) -> None:
-        """Add a call to the tape: `inputs` and `results` are the tensors in its arguments and in its result.
-
-        `fresh`: some result is in other storage than the inputs.
-        """
-        index = len(self.tape.ops)
-        for tensor in results:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in input_storages and storage._cdata not in self._buffer_of:
-                self._buffer_of[storage._cdata] = len(self.tape.buffers)
-                self._storage_refs.append(StorageWeakRef(storage))
-                self.tape.buffers.append(Buffer(0, index, index))
-
-        def to_ref(leaf: Any) -> Any:
-            return self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        def new_ref(leaf: Any) -> Any:
-            new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in input_storages
-            return self._ref(leaf) if new else None
-
-        outs = map_leaves(new_ref, result if facts.returns > 1 else (result,))
+        """Add a call to the tape. `fresh`: some result is in other storage than the inputs."""
+        outs = [self._new_refs(one, input_storages) for one in (result if facts.returns > 1 else (result,))]
         in_place = (
             facts.name not in UNDEFINED_CONTENTS
-            and all(isinstance(out, Ref) for out in outs)
+            and all([type(out) is Ref for out in outs])
             and self._out_overload_matches(func, args, kwargs, result)
         )
-        self.tape.ops.append(
-            Op(
-                func,
-                map_leaves(to_ref, args),
-                map_leaves(to_ref, kwargs),
-                tuple(outs),
-                fresh,
-                in_place,
-                torch.is_grad_enabled(),
-            )
-        )
-        for tensor in (*inputs, *results):
-            storage = tensor.untyped_storage()
-            buffer = self._buffer_of.get(storage._cdata)
-            if buffer is not None:
-                entry = self.tape.buffers[buffer]
-                entry.nbytes, entry.last = max(entry.nbytes, storage.nbytes()), index  # out= may have resized it
+        args, kwargs = self._refs(args), self._refs(kwargs) if kwargs else kwargs
+        self.tape.ops.append(Op(func, args, kwargs, tuple(outs), fresh, in_place, torch.is_grad_enabled()))
+
+    def _refs(self, value: Any) -> Any:
+        """Return a copy of arguments with `_ref` of each tensor in its place."""
+        if type(value) in OTHERS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._ref(value)
+        if isinstance(value, tuple):
+            return tuple([self._refs(one) for one in value])
+        if isinstance(value, list):
+            return [self._refs(one) for one in value]
+        return {name: self._refs(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+    def _new_refs(self, value: Any, input_storages: set[int]) -> Any:
+        """Return Refs in the place of tensors in new memory, and None in the place of any other result."""
+        if isinstance(value, torch.Tensor):
+            return None if value.untyped_storage()._cdata in input_storages else self._ref(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._new_refs(one, input_storages) for one in value])
+        return None
 
     def _out_overload_matches(self, func, args: tuple, kwargs: dict[str, Any], result: Any) -> bool:
         if self._matches is None:
@@ -411,11 +447,16 @@ class TapeRecorder(DecomposingMode):
         return self._aliases[storage._cdata, geometry]
 
     def _refuse(self, func, facts: Facts, args, kwargs, inputs: list[torch.Tensor]) -> None:
+        if not all([tensor.is_cpu or tensor.is_meta for tensor in inputs]):
+            devices = sorted({tensor.device.type for tensor in inputs})
+            raise CaptureRefused(f"{func}: tensors on {', '.join(devices)} in a CPU graph: keep all tensors on the CPU")
+        if facts.is_plain:
+            return
         name = facts.name
         index = HOST_READS.get(name)
         if index is not None and not self.is_constant(args[index]):
             raise CaptureRefused(host_read_refusal(str(func)))
-        if name == "aten::_local_scalar_dense" or (facts.is_unbounded and torch.Tag.data_dependent_output in func.tags):
+        if name == _ITEM or (facts.is_unbounded and torch.Tag.data_dependent_output in func.tags):
             raise CaptureRefused(host_read_refusal(str(func)))
         if facts.is_unbounded and torch.Tag.dynamic_output_shape in func.tags and name not in INDEXING:
             raise CaptureRefused(f"{func}: its output shape depends on data, and a graph's shapes are fixed")
@@ -434,11 +475,6 @@ class TapeRecorder(DecomposingMode):
                     f"{func} with a boolean or uint8 mask: how many elements it selects depends on "
                     "data. Use torch.where or integer indices"
                 )
-        devices = {tensor.device.type for tensor in inputs}
-        if devices - {"cpu", "meta"}:
-            raise CaptureRefused(
-                f"{func}: tensors on {', '.join(sorted(devices))} in a CPU graph: keep all tensors on the CPU"
-            )
         if facts.is_seeded and not self._uses_registered_generator(func, args, kwargs):
             raise CaptureRefused(
                 f"{func} samples from a generator that is not registered with this graph: "

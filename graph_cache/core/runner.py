@@ -35,8 +35,8 @@ class GraphRunner:
 
     `statics` lists the static tensors that a run reads and writes. A capture restores them and the generators; the CPU
     backend compares its replay with them. `fn` runs in inference mode unless it records gradients (`grad`) or
-    `inference=False`. `checked=False` skips the warm-up and the comparison. With `restores`, a
-    checked capture also restores all other memory that its runs write, for which it needs a copy of that memory.
+    `inference=False`. `checked=False` skips the warm-up and the comparison. With `restores`, a capture also restores
+    all other memory that its runs write, for which it needs a copy of that memory; without checks, where captures run.
     """
 
     def __init__(
@@ -104,8 +104,9 @@ class GraphRunner:
                     run = audit.audited(self._fn)
                     if self._pool.backend.capture_runs:
                         fn = run
-                if self._checked:
+                if self._checked or (self._restores and self._pool.backend.capture_runs):
                     reference = Reference(self._statics, self._all_generators(), audit)
+                if self._checked and reference is not None:
                     self._warm_up(run, reference)
                 with self._pool.capture_flag():
                     self._graph = self._pool.backend.capture(fn, self._memory, self._generators, reference)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from graph_cache.guards.composites import DecomposingMode, is_composite
+from graph_cache.guards.call_values import tensors_in
+from graph_cache.guards.composites import DecomposingMode, Follower, has_composite_kernel, is_composite
+from graph_cache.utils.profiling import unprofiled
 
 _LIFT = torch.ops.aten.lift_fresh.default
 # Operations that write running statistics in training without declaring it in their schema.
@@ -75,32 +78,69 @@ class StorageAudit(DecomposingMode):
         if isinstance(func, HigherOrderOperator):  # its operations are not observed
             self._higher_order.add(func.name())
             return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with unprofiled():
+            if self.rewrites:
+                func, args, kwargs = self.rewritten(func, args, kwargs)
+            observers: list[Follower] = [self, *self.followers]
+            inputs = tensors_in(args, kwargs)
+            for one in observers:
+                one.before(func, inputs, args, kwargs)
+            if any(map(_is_wrapper, types)):
+                return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
+            facts = _facts_of(func)
+            decomposes = facts.may_be_composite and is_composite(func, frozenset([one.device.type for one in inputs]))
+            if facts.written and not decomposes:
+                for one in observers:
+                    one.writes(func, args, kwargs)
+        if decomposes:
+            return self.decompose(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        with unprofiled():
+            for one in observers:
+                one.after(inputs, result)
+        return result
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the operations of the block: as a follower of the innermost mode if it is one of this package's."""
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, DecomposingMode):
+            with self:
+                yield
+            return
+        mode.followers.append(self)
+        try:
+            yield
+        finally:
+            mode.followers.remove(self)
+
+    def before(self, func: torch._ops.OpOverload, inputs: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
         for tensor in inputs:
             self._observe(tensor)
-        for leaf in leaves:
-            if isinstance(leaf, torch.UntypedStorage):  # of `set_`, by which cuDNN's layers take all weights at once
-                self._observe_storage(leaf)
+        if _facts_of(func).takes_storages:  # such as `set_`, by which cuDNN's layers take all weights at once
+            for leaf in (*args, *kwargs.values()):
+                if isinstance(leaf, torch.UntypedStorage):
+                    self._observe_storage(leaf)
         if func is _LIFT:  # torch.tensor and torch.from_numpy: their values are Python state, which is watched
             self.host.discard(_address(inputs[0]))
-        if any(map(_is_wrapper, types)):
-            return NotImplemented  # a wrapper subclass: its operations on inner tensors are dispatched here next
-        if is_composite(func, frozenset({tensor.device.type for tensor in inputs})):
-            return self.decompose(func, args, kwargs)
+
+    def writes(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
             self._observe_write(tensor)
-        result = self.run(func, args, kwargs)
+
+    def after(self, inputs: list[Tensor], result: Any) -> None:
         given = set(map(id, inputs))  # operations in place, and those with `out`, return an argument
-        for tensor in tree_leaves(result):
-            storage = storage_of(tensor) if isinstance(tensor, Tensor) else None
-            if storage is None or storage._cdata in self._made or id(tensor) in given:
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
+            if storage is None or id(tensor) in given:
                 continue
-            if storage._cdata in self.outside:
+            address = storage._cdata
+            if address in self._made:
+                continue
+            if address in self.outside:
                 self._views[id(tensor)] = weakref.ref(tensor)
             else:
-                self._made[storage._cdata] = StorageWeakRef(storage)
-        return result
+                self._made[address] = StorageWeakRef(storage)
 
     def _is_view_from_the_run(self, tensor: Tensor) -> bool:
         """Whether an operation of the run made this view. Views of leaves look like leaves in backward operations."""
@@ -143,7 +183,7 @@ class StorageAudit(DecomposingMode):
         """Return `fn` with its runs observed."""
 
         def run() -> None:
-            with self:
+            with self.observing():
                 fn()
 
         return run
@@ -222,20 +262,32 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def written_tensors(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that this call writes, including running statistics that a schema does not declare."""
-    names = _written_arguments(func)
+    names = _facts_of(func).written
     if not names:
         return []
     schema = func._schema.arguments
     given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     if func._schema.name in _BATCH_NORMS and not (given.get("training") or given.get("use_input_stats")):
         return []
-    found = [given.get(name) for name in names]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    return tensors_in([given.get(name) for name in names])
 
 
-@functools.cache
-def _written_arguments(func: torch._ops.OpOverload) -> list[str]:
-    names = [
-        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
-    ]
-    return names + ["running_mean", "running_var"] if func._schema.name in _BATCH_NORMS else names
+class _Facts:
+    """What an audit asks of an operation at each call; PyTorch computes it anew each time.
+
+    Attributes:
+        written: Names of the arguments that it may write.
+        takes_storages: Whether some arguments are storages.
+        may_be_composite: Whether eager may run it as other operations.
+    """
+
+    def __init__(self, func: torch._ops.OpOverload):
+        arguments = func._schema.arguments
+        self.written = [one.name for one in arguments if one.alias_info and one.alias_info.is_write]
+        if func._schema.name in _BATCH_NORMS:
+            self.written += ["running_mean", "running_var"]
+        self.takes_storages = any("Storage" in str(argument.type) for argument in arguments)
+        self.may_be_composite = has_composite_kernel(func)
+
+
+_facts_of = functools.cache(_Facts)

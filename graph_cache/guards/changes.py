@@ -6,12 +6,15 @@ run only reads.
 
 from __future__ import annotations
 
+import bisect
 import contextvars
+import itertools
 import os
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_, methodcaller
 from typing import Any, cast
 
 import torch
@@ -63,12 +66,18 @@ class HostState:
         self.changed: set[tuple[int, Any]] = set()
         self.created: set[tuple[int, Any]] = set()
         self.results: list[tuple[Namespace, Any, Tensor]] = []
-        self._before = [namespace.read() for namespace in self._all]
+        self._dictionaries = _Dictionaries([one for one in self._all if one.is_whole])
+        self._others = [(one, one.read()) for one in self._all if not one.is_whole]
         self._tensors: dict[int, _TensorState] = {}
-        for namespace, values in zip(self._all, self._before, strict=True):
-            for key, value in values.items():
-                if isinstance(value, Tensor) and id(value) not in self._tensors:
-                    self._tensors[id(value)] = _TensorState(namespace.name_of(key), value, gradients)
+        others = [
+            (namespace, key, value)
+            for namespace, values in self._others
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        ]
+        for namespace, key, tensor in (*self._dictionaries.tensors(), *others):
+            if id(tensor) not in self._tensors:
+                self._tensors[id(tensor)] = _TensorState(namespace, key, tensor, gradients)
 
     def changes(self, was_read: Callable[[Tensor], bool] = lambda tensor: True) -> list[str]:
         """Return descriptions of what changed.
@@ -76,8 +85,10 @@ class HostState:
         A tensor may be replaced by a result without history if `was_read` is false for the former; see `results`.
         """
         found = [] if self._is_complete else [f"unknown state: it can reach more than {MAX_NAMESPACES:,} objects"]
-        for namespace, before in zip(self._all, self._before, strict=True):
+        for namespace, before in self._changed_or_unknown():
             now = namespace.read()
+            if _are_identical(before, now):
+                continue
             for key in [*before, *[key for key in now if key not in before]]:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if same(old, new) or (namespace.is_library and not _is_state_of_a_library(old, new)):
@@ -92,22 +103,29 @@ class HostState:
         found += [change for tensor in self._tensors.values() for change in tensor.changes()]
         return [_REGISTRY.sub(r".\1", name) for name in dict.fromkeys(found)]
 
+    def _changed_or_unknown(self) -> list[tuple[Namespace, dict[Any, Any]]]:
+        """Return the namespaces with the values that they held, without dictionaries if none has changed."""
+        return [*(() if self._dictionaries.are_unchanged() else self._dictionaries.before()), *self._others]
+
     def knows(self, value: Any) -> bool:
         """Whether an object was in this state at construction."""
-        return any(value is one for before in self._before for one in before.values())
+        others = (one for _, before in self._others for one in before.values())
+        return any(value is one for one in (*self._dictionaries.values, *others))
 
     def irreversible(self) -> list[str]:
         """Return the names of changed objects that `restore` can't restore, such as iterators."""
         return [
             namespace.path
-            for namespace, before in zip(self._all, self._before, strict=True)
+            for namespace, before in self._others
             if not namespace.is_restorable and not same_items(before, namespace.read())
         ]
 
     def restore(self) -> None:
         """Restore all values, and the memory of tensors that was replaced."""
-        for namespace, before in zip(self._all, self._before, strict=True):
+        for namespace, before in self._changed_or_unknown():
             now = namespace.read()
+            if _are_identical(before, now):
+                continue
             is_copy = isinstance(namespace, (Contents, Hidden, _Process))  # read anew each time
             if list(now) == list(before) and is_copy and same_items(before, now):
                 continue
@@ -115,6 +133,50 @@ class HostState:
                 namespace.write(before)
         for tensor in self._tensors.values():
             tensor.restore()
+
+
+class _Dictionaries:
+    """The values of many dictionaries, in flat lists that C compares. `namespaces` copy them whole."""
+
+    def __init__(self, namespaces: Sequence[Namespace]):
+        self._namespaces = namespaces
+        self._containers = [one.container for one in namespaces]
+        self._lengths, self._keys, self.values = self._now()
+
+    def _now(self) -> tuple[list[int], list[Any], list[Any]]:
+        values = itertools.chain.from_iterable(map(_values_of, self._containers))
+        return list(map(len, self._containers)), list(itertools.chain.from_iterable(self._containers)), list(values)
+
+    def are_unchanged(self) -> bool:
+        """Whether all dictionaries hold the same objects under the same keys, in the same order."""
+        lengths, keys, values = self._now()
+        return lengths == self._lengths and all(map(is_, values, self.values)) and keys == self._keys
+
+    def before(self) -> Iterator[tuple[Namespace, dict[Any, Any]]]:
+        """Yield each namespace with the values that it held."""
+        keys, values = iter(self._keys), iter(self.values)
+        for namespace, length in zip(self._namespaces, self._lengths, strict=True):
+            yield namespace, dict(zip(itertools.islice(keys, length), itertools.islice(values, length), strict=True))
+
+    def tensors(self) -> Iterator[tuple[Namespace, Any, Tensor]]:
+        """Yield the tensors among the values, with their namespaces and keys."""
+        kinds = list(map(type, self.values))
+        of_tensors = {kind for kind in set(kinds) if issubclass(kind, Tensor)}
+        ends = list(itertools.accumulate(self._lengths))
+        for index, kind in enumerate(kinds) if of_tensors else ():
+            if kind in of_tensors:
+                namespace = self._namespaces[bisect.bisect_right(ends, index)]
+                yield namespace, self._keys[index], self.values[index]
+
+
+_values_of = methodcaller("values")
+
+
+def _are_identical(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dictionaries hold the same objects, in the same order. Loops in C."""
+    if len(one) != len(other):
+        return False
+    return not one or (all(map(is_, one.values(), other.values())) and list(one) == list(other))
 
 
 class ProcessState(HostState):
@@ -138,13 +200,18 @@ def _is_result(old: Any, new: Any, was_read: Callable[[Tensor], bool]) -> bool:
 class _TensorState:
     """What a run may change of a tensor besides its contents: its memory, whether it is trained, its gradient."""
 
-    def __init__(self, name: str, tensor: Tensor, gradients: bool):
-        self.name, self.tensor = name, tensor
+    def __init__(self, namespace: Namespace, key: Any, tensor: Tensor, gradients: bool):
+        self._place, self.tensor = (namespace, key), tensor
         self.address = _address(tensor)
         self.memory = tensor.data if self.address else None
         self.requires_grad = tensor.requires_grad
         self.gradients = gradients and tensor.is_leaf
         self.grad = tensor.grad if self.gradients else None
+
+    @property
+    def name(self) -> str:
+        namespace, key = self._place
+        return namespace.name_of(key)
 
     def changes(self) -> Iterator[str]:
         if _address(self.tensor) != self.address:

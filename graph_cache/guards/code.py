@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from inspect import getattr_static
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,10 +30,11 @@ from graph_cache.guards.ownership import (
     is_own_frame,
     is_torch_or_standard,
     looks_operators_up,
+    may_take_modules,
 )
 from graph_cache.guards.search import global_names
 from graph_cache.utils.garbage import no_garbage_collections
-from graph_cache.utils.profiling import profiled
+from graph_cache.utils.profiling import profiled, uncompiled
 
 _DYNAMO = f"{TORCH}_dynamo{os.sep}"
 PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
@@ -71,6 +72,21 @@ THREADS = {
 }
 
 
+# Last parts of the names of functions in C whose calls are observed.
+_OBSERVED_IN_C = frozenset(name.rpartition(".")[2] for name in OUTSIDE) | PACKING
+
+
+class _Kind(NamedTuple):
+    """What each call of some code is asked: does it wait for a thread, is it compiled, is its argument a module."""
+
+    waits: bool
+    is_compile_wrapper: bool
+    first: str  # the name of the first argument; empty if it is no module
+
+
+_NOTHING_MORE = _Kind(False, False, "")
+
+
 class Reads:
     """Names that code may read and modules whose methods ran, found by profiling a run.
 
@@ -93,6 +109,8 @@ class Reads:
         self.packs_saved_tensors = False
         self.made: dict[int, StorageWeakRef] = {}  # weak references keep the addresses from being reused
         self._codes: dict[int, types.CodeType] = {}
+        self._kinds: dict[int, _Kind] = {}  # by id of the code
+        self._kept: list[types.CodeType] = []
         self._import: types.FrameType | None = None  # of the module that is imported now
         self._names: tuple[int, set[str]] = 0, set(self._given)  # as of that number of codes, as is the next
         self._own_names: tuple[int, set[str]] = 0, set()
@@ -206,39 +224,60 @@ class Reads:
         with no_garbage_collections(), profiled(self._called):
             yield
 
+    @uncompiled
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if self._import is not None:  # a module that is imported now: no later run repeats this
             if event == "return" and frame is self._import:
                 self._import = None
-            return
-        if event == "c_call":
-            name = f"{argument.__module__}.{argument.__name__}" if argument.__module__ else argument.__qualname__
-            self.packs_saved_tensors |= argument.__name__ in PACKING
-            if name in OUTSIDE and is_called_by_own_code(frame):
-                self.outside.add(OUTSIDE[name])
-            return
-        if event == "return" and argument is not None and _is_compile_wrapper(frame.f_code):
+        elif event == "call":
+            self._entered(frame)
+        elif event == "c_call":
+            if argument.__name__ in _OBSERVED_IN_C:
+                self._entered_in_c(frame, argument)
+        elif event == "return" and argument is not None and _is_compile_wrapper(frame.f_code):
             self._observe_results(argument)
-        if event != "call":
-            return
+
+    def _entered(self, frame: types.FrameType) -> None:
         code = frame.f_code
-        if is_import(frame):
-            self._import = frame
+        kind = self._kinds.get(id(code))
+        if kind is None:
+            if is_import(frame):
+                self._import = frame
+                return
+            kind = self._kinds[id(code)] = self._kind_of(frame)
+        if kind is _NOTHING_MORE:
             return
-        if looks_operators_up(code):
-            return
-        if code.co_name in THREADS.get(code.co_filename.removeprefix(STANDARD), ()) and is_called_by_own_code(frame):
+        if kind.waits and is_called_by_own_code(frame):
             self.outside.add(_THREADS)
-        if id(code) not in self._codes and not is_core_file(file_of(frame)):
+        if kind.is_compile_wrapper and not _forces_eager():
+            self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
+        if kind.first:
+            first = frame.f_locals.get(kind.first)
+            if isinstance(first, nn.Module):
+                self.modules[id(first)] = first
+
+    def _kind_of(self, frame: types.FrameType) -> _Kind:
+        """Record the code of this frame, and return what each call of it is asked."""
+        code = frame.f_code
+        self._kept.append(code)  # so that no other code gets its id
+        if looks_operators_up(code):
+            return _NOTHING_MORE
+        if not is_core_file(file_of(frame)):
             self._codes[id(code)] = code
             if is_own_frame(frame):
                 self._globals[id(code)] = frame.f_globals
-        if _is_compile_wrapper(code) and not _forces_eager():
-            self.compiled.add(str(getattr(frame.f_locals.get("fn"), "__module__", "")))
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, nn.Module):
-                self.modules[id(first)] = first
+        kind = _Kind(
+            code.co_name in THREADS.get(code.co_filename.removeprefix(STANDARD), ()),
+            _is_compile_wrapper(code),
+            code.co_varnames[0] if code.co_argcount and may_take_modules(code) else "",
+        )
+        return kind if any(kind) else _NOTHING_MORE
+
+    def _entered_in_c(self, frame: types.FrameType, function: Any) -> None:
+        name = f"{function.__module__}.{function.__name__}" if function.__module__ else function.__qualname__
+        self.packs_saved_tensors |= function.__name__ in PACKING
+        if name in OUTSIDE and is_called_by_own_code(frame):
+            self.outside.add(OUTSIDE[name])
 
     def _observe_results(self, results: Any) -> None:
         for leaf in tree_leaves(results):

@@ -41,6 +41,8 @@ METADATA = frozenset(
         *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
     )
 )
+PLAIN_DICTIONARIES = frozenset((dict, OrderedDict))
+PLAIN_CONTAINERS = PLAIN_DICTIONARIES | {list, deque}
 Getter = Callable[[Any, Any], Any]  # from a container and a key to a value; in C, as far as it goes
 Read = tuple[Getter, Any, Any]  # with the container and the key
 
@@ -102,6 +104,11 @@ class Namespace:
         return len(self.read()), "items"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether `read` copies a dictionary, the container."""
+        return False
+
+    @property
     def is_restorable(self) -> bool:
         """Whether `write` restores the values."""
         return True
@@ -144,11 +151,22 @@ class Items(Namespace):
     is_limited = True
 
     def read(self) -> dict[Any, Any]:
+        container = self.container
+        if not container and type(container) in PLAIN_CONTAINERS:
+            return {}
         if len(self.keys()) > MAX_COPIED_ITEMS:
             return {"length": len(self.keys())}
-        if _computes_items(self.container):
-            return dict(dict.items(self.container))
-        return dict(self.container if isinstance(self.container, dict) else enumerate(self.container))
+        if _computes_items(container):
+            return dict(dict.items(container))
+        return dict(container if isinstance(container, dict) else enumerate(container))
+
+    @property
+    def is_comparable(self) -> bool:
+        return len(self.keys()) <= MAX_ITEMS
+
+    @property
+    def is_whole(self) -> bool:
+        return type(self.container) in PLAIN_DICTIONARIES and len(self.container) <= MAX_COPIED_ITEMS
 
     def write(self, values: Mapping[Any, Any]) -> None:
         container = self.container
@@ -175,10 +193,14 @@ class Items(Namespace):
 def _computes_items(container: Any) -> bool:
     """Whether reading runs code of a subclass of dict, which may return new objects, or other keys than are stored."""
     kind = type(container)
-    return isinstance(container, dict) and not (
-        kind.__getitem__ is dict.__getitem__
-        and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
-        and kind.__len__ is dict.__len__
+    return (
+        kind not in PLAIN_CONTAINERS
+        and isinstance(container, dict)
+        and not (
+            kind.__getitem__ is dict.__getitem__
+            and kind.__iter__ in (dict.__iter__, OrderedDict.__iter__)
+            and kind.__len__ is dict.__len__
+        )
     )
 
 
@@ -192,6 +214,10 @@ class Attributes(Namespace):
     ):
         super().__init__(path, container, is_library)
         self.names = names
+
+    @property
+    def is_whole(self) -> bool:
+        return self.names is None and type(self.container) in PLAIN_DICTIONARIES
 
     def read(self) -> dict[Any, Any]:
         if self.names is None:
@@ -283,13 +309,13 @@ class ClassAttributes(Slots):
 
     def __init__(self, path: str, container: type, only: tuple[str, ...] | None = None):
         super().__init__(path, container, only or ())
-        self.is_whole = only is None
+        self.has_all = only is None
 
     def read(self) -> dict[Any, Any]:
         return {
             name: value
             for name, value in vars(self.container).items()
-            if (name not in METADATA if self.is_whole else name in self.names)
+            if (name not in METADATA if self.has_all else name in self.names)
             and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
         }
 
@@ -419,41 +445,40 @@ class Hidden(Namespace):
 
 def contents_of(path: str, value: Any) -> Namespace | None:
     """Return the contents of a container or of an object that keeps its state in C; None for any other object."""
-    if isinstance(value, (dict, list, deque)):
-        return Items(path, value)
-    if isinstance(value, (set, bytearray, array.array)):
-        return Contents(path, value)
     kind: Any = type(value)
-    if isinstance(value, _numpy_type("ndarray")):
-        return Opaque(path, value) if value.dtype.hasobject else Contents(path, value)
-    if isinstance(value, queue.SimpleQueue) or _is_pointer(kind):
+    found = _contents_kind(kind)
+    if found is None or (isinstance(value, ContextVar) and is_compilers(value)):
+        return None
+    if found is Contents and isinstance(value, _numpy_type("ndarray")) and value.dtype.hasobject:
         return Opaque(path, value)
-    if _is_memory(kind):
-        return Contents(path, value)
-    return Hidden(path, value) if _is_hidden(value) else None
+    return found(path, value)
 
 
 @functools.cache
+def _contents_kind(kind: Any) -> type[Namespace] | None:
+    """Return the class of `contents_of` for objects of this type."""
+    if issubclass(kind, (dict, list, deque)):
+        return Items
+    if issubclass(kind, (set, bytearray, array.array, *_numpy_types("ndarray"))):
+        return Contents
+    if issubclass(kind, queue.SimpleQueue) or _is_pointer(kind):
+        return Opaque
+    if _is_memory(kind):
+        return Contents
+    if issubclass(kind, (torch.Generator, random.Random, ContextVar, *_numpy_types(*NUMPY_GENERATORS))):
+        return Hidden
+    return Hidden if issubclass(kind, Iterator) and not issubclass(kind, io.IOBase) else None
+
+
 def _is_memory(kind: Any) -> bool:
     """Whether objects of this type are memory of ctypes, or a mapped file."""
     return any(base.__name__ == "_CData" or base.__module__ == "mmap" for base in kind.__mro__)
 
 
-@functools.cache
 def _is_pointer(kind: Any) -> bool:
     """Whether objects of this type refer to memory that they do not hold."""
     is_pointer = any(base.__name__ == "_Pointer" for base in kind.__mro__)
     return is_pointer or issubclass(kind, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p))
-
-
-def _is_hidden(value: Any) -> bool:
-    """Return whether this object keeps state in C that `Hidden` reads."""
-    if isinstance(value, ContextVar):
-        return not is_compilers(value)
-    numpy = tuple(kind for name in NUMPY_GENERATORS if (kind := _numpy_type(name)))
-    return isinstance(value, (torch.Generator, random.Random, *numpy)) or (
-        isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-    )
 
 
 def _numpy_state(generator: Any) -> tuple[Any, Callable[[Any], None]]:
@@ -470,6 +495,11 @@ def _numpy_type(name: str) -> Any:
     for part in name.split("."):
         module = getattr(module, part, None)
     return () if module is None else module
+
+
+def _numpy_types(*names: str) -> list[Any]:
+    """Return types of NumPy; none if it was never imported."""
+    return [found for name in names if (found := _numpy_type(name))]
 
 
 def state_of(generator: torch.Generator) -> bytes:

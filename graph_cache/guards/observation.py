@@ -55,7 +55,8 @@ class Observation:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Observe the block, which is the run."""
-        with self.reads.observing() if self.reads is not None else nullcontext(), self.audit or nullcontext():
+        profiled = nullcontext() if self.reads is None else self.reads.observing()
+        with profiled, nullcontext() if self.audit is None else self.audit.observing():
             yield
 
     def changes(self, was_read: Callable[[Tensor], bool] = lambda tensor: True) -> list[str]:

@@ -59,6 +59,15 @@ COMPILED_HELPERS = "megatron.core.transformer.moe."
 PATCHED = frozenset(("torch", "torch.nn", "torch.nn.functional"))
 # Looks operators up at their first use under a dispatch mode: its names depend on what the process ran before.
 _LOOKS_OPERATORS_UP = (f"{TORCH}_ops.py", f"{TORCH}_library{os.sep}", f"{TORCH}library.py")
+# Files of functions that get no module as first argument, or one whose methods they run.
+_TAKES_NO_MODULES = tuple(
+    os.path.join(TORCH, *path.split("/"))
+    for path in (
+        *("_tensor.py", "_ops.py", "functional.py", "overrides.py", "_jit_internal.py", "_utils.py", "_library/"),
+        *("nn/functional.py", "nn/init.py", "optim/optimizer.py", "autograd/", "_prims_common/"),
+        *("utils/_pytree.py", "utils/_python_dispatch.py"),
+    )
+)
 # Files of the standard library that read clocks and files for their own purposes.
 _INCIDENTAL = ("<frozen importlib", "logging", "warnings", "linecache", "traceback", "inspect", "tokenize")
 # Compilers and launchers of kernels keep their settings in context variables and in the environment.
@@ -120,6 +129,11 @@ def looks_operators_up(code: types.CodeType) -> bool:
     return code.co_filename.startswith(_LOOKS_OPERATORS_UP)
 
 
+def may_take_modules(code: types.CodeType) -> bool:
+    """Return whether the first argument of code may be a module: the functions that PyTorch calls most take tensors."""
+    return not code.co_filename.startswith(_TAKES_NO_MODULES)
+
+
 def is_import(frame: types.FrameType) -> bool:
     """Return whether this frame runs a module that is imported."""
     caller = frame.f_back
@@ -161,6 +175,7 @@ def is_called_by_own_code(frame: types.FrameType | None) -> bool:
 # ---- context variables and the environment ---------------------------------------------------------------------------
 
 
+@functools.cache
 def is_own_variable(variable: ContextVar[Any]) -> bool:
     """Return whether a context variable may hold a user's values. PyTorch's are settings, which are watched as such."""
     return variable.name != _DECIMAL_CONTEXT and not variable.name.startswith("torch.") and not is_compilers(variable)

@@ -31,11 +31,16 @@ class Reference:
         self._statics = statics
         self._initial = [tensor.clone() for tensor in statics()]
         self._generator_states = [generator.get_state() for generator in self.generators]
-        self._expected: list[torch.Tensor] = []
+        self._expected: list[torch.Tensor] | None = None
 
     def statics(self) -> list[torch.Tensor]:
         """Return the tensors that the run reads and writes."""
         return self._statics()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the values that a correct run leaves are known."""
+        return self._expected is not None
 
     @property
     def restores_all(self) -> bool:
@@ -71,4 +76,5 @@ class Reference:
 
     def differences(self) -> int:
         """Return how many static tensors differ from the recorded values in any bit (NaN payloads included)."""
-        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), self._expected, strict=True))
+        expected = self._expected or []
+        return sum(not same_bits(tensor, value) for tensor, value in zip(self._statics(), expected, strict=True))

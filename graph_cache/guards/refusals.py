@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -55,10 +57,15 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
         for namespace in namespaces
         if isinstance(namespace, (Cell, Items)) or namespace.named
         for key, value in namespace.read().items()
-        if isinstance(value, Iterator)
+        if _is_iterator(cast(Any, type(value)))
         and (key in names or isinstance(namespace, Cell) or type(key) is not str)
         and position_of(value) is MISSING
     ]
+
+
+@functools.cache
+def _is_iterator(kind: Any) -> bool:
+    return issubclass(kind, Iterator)
 
 
 def unwatched_reads(namespaces: Sequence[Namespace]) -> list[str]:

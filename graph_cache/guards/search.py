@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from graph_cache.guards.namespaces import (
     MAX_ITEMS,
     MISSING,
+    PLAIN_CONTAINERS,
     Attributes,
     Cell,
     ClassAttributes,
@@ -108,21 +109,28 @@ def reachable(
         found += [Globals("", variables, tuple(global_names(code)), code) for code, variables in ran.own]
         found.append(ClassAttributes("Tensor", Tensor, only=_patched_methods(Tensor, ran.own_names)))
         frontier += [item for namespace in found for item in namespace.read().items()]
+    kinds: set[type] = set()
     while frontier:
         following: list[tuple[str, Any]] = []
         for path, value in frontier:
-            if id(value) in seen or type(value) in PLAIN or isinstance(value, without):
+            kind: Any = type(value)
+            if kind in PLAIN or id(value) in seen or (without and isinstance(value, without)):
                 continue
             seen.add(id(value))
             if len(found) > limit:
                 found.is_complete = ran is ANY_CODE  # a later search is
                 return found
-            for namespace in _namespaces_of(path, value, ran):
-                found.append(namespace)
-                following += _values_in(namespace, names)
-            following += _constants_of(path, value)
-            if ran is not None:
-                following += [(kind.__name__, kind) for kind in type(value).__mro__]
+            if kind in PLAIN_CONTAINERS and not value:  # such as most registries of hooks
+                found.append(Items(path, value))
+            else:
+                for namespace in _namespaces_of(path, value, ran):
+                    found.append(namespace)
+                    following += _values_in(namespace, names, seen)
+                if _has_constants(kind):
+                    following += _constants_of(path, value)
+            if ran is not None and kind not in kinds:
+                kinds.add(kind)
+                following += [(one.__name__, one) for one in kind.__mro__]
         frontier = following
     return found
 
@@ -218,8 +226,8 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
         yield Slots(path, value, slots)
 
 
-def _values_in(namespace: Namespace, names: Container[Any] | None) -> list[tuple[str, Any]]:
-    """Return the objects to follow: the values, or those in a set or in a context variable."""
+def _values_in(namespace: Namespace, names: Container[Any] | None, seen: Container[int]) -> list[tuple[str, Any]]:
+    """Return the objects to follow, without those seen: the values, or those in a set or in a context variable."""
     if namespace.is_library or not namespace.is_comparable:
         return []
     if isinstance(namespace, Contents):
@@ -231,8 +239,16 @@ def _values_in(namespace: Namespace, names: Container[Any] | None) -> list[tuple
     return [
         (namespace.name_of(key), item)
         for key, item in namespace.read().items()
-        if names is None or not namespace.named or key in names or key in REGISTRIES or key[:2] == "__"
+        if (type(item) not in PLAIN and id(item) not in seen)
+        and (names is None or not namespace.named or key in names or key in REGISTRIES or key[:2] == "__")
     ]
+
+
+@functools.cache
+def _has_constants(kind: Any) -> bool:
+    """Whether `_constants_of` may find any for objects of this type."""
+    references = (types.FunctionType, types.MethodType, functools.partial, weakref.ref, memoryview)
+    return issubclass(kind, (*references, tuple, frozenset, dict, *_VIEWS, *_WRAPPERS))
 
 
 def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
@@ -251,6 +267,8 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (tuple, frozenset)):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, dict):
+        if type(value) is dict and all([type(key) is str for key in value]):
+            return []
         keys = [key for key in dict.keys(value) if type(key) not in PLAIN] if len(value) <= MAX_ITEMS else []
         factory = [value.default_factory] if isinstance(value, defaultdict) else []
         return [(path, item) for item in (*keys, *factory)]

@@ -38,6 +38,8 @@ def key_of(value: Any, contents: bool = False) -> Hashable:
         return kind, _bits_of_float(value)
     if kind is complex:
         return kind, _bits_of_complex(value.real, value.imag)
+    if kind is tuple and EXACT.issuperset(map(type, value)):
+        return kind, tuple(map(type, value)), value
     if isinstance(value, tuple) or (contents and kind is list):
         return kind, *[key_of(item, contents) for item in value]
     if isinstance(value, frozenset):
@@ -49,7 +51,11 @@ def key_of(value: Any, contents: bool = False) -> Hashable:
 
 def same(old: Any, new: Any) -> bool:
     """Return whether two values are the same object, or equal values that no code can change."""
-    return old is new or (type(old) is type(new) and key_of(old) == key_of(new))
+    if old is new or type(old) is not type(new):
+        return old is new
+    if type(old) is tuple and EXACT.issuperset(map(type, old)):  # a long one is the state of a generator
+        return list(map(type, old)) == list(map(type, new)) and old == new
+    return key_of(old) == key_of(new)
 
 
 def same_items(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:

@@ -163,7 +163,7 @@ class Watch:
             else:
                 self.facts[where, bytes] = bytes_of, container
         elif isinstance(namespace, ClassAttributes):
-            if namespace.is_whole or container is Tensor:
+            if namespace.has_all or container is Tensor:
                 # Python adds these at their first use: by pickle and copy, and by code that reads annotations.
                 copyreg._slotnames(container)  # type: ignore[attr-defined]  # noqa: SLF001
                 getattr(container, "__annotations__", None)

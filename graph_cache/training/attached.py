@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from graph_cache.errors import GraphConfigError
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
+from graph_cache.guards.library_state import is_of_transformer_engine
 from graph_cache.guards.observation import Observation, read_by
 from graph_cache.guards.search import ANY_CODE, reachable
 from graph_cache.guards.watch import GLOBAL_HOOKS, CombinedVersions, ValueVersions
@@ -203,6 +204,9 @@ class AttachedModule:
         self.carry = part.carry
         if part.carry is not None:
             self.eager = lambda *args, call=self.eager, **kwargs: part.carry.gather(call, args, kwargs)
+        # Whether first replays are compared with eager: state of Transformer Engine is beside memory. False after one
+        # could not be: captures are compared from then on.
+        self.compares_replays = not any(map(is_of_transformer_engine, self.scope.modules()))
         self.uncopied: Any = None  # graphs that return their gradients uncopied; others copy
         self.reread_parameters()
         self.submodules = list(self.scope.modules())

@@ -72,6 +72,7 @@ class CallGraphs:
     """
 
     returns_uncopied = False
+    _is_observed = True  # what the forward and backward use
     refuse_double_backward: Callable[[], None]  # set after the capture
 
     def __init__(
@@ -138,13 +139,16 @@ class CallGraphs:
         self._pool = pool = context.pool
         self._generators = list(context.generators) if pool.backend.capture_runs else []
         self._saved_states = pool.backend.saved_states()
+        # A first replay that is compared with eager on real inputs shows more than a comparison at the capture.
+        compares_replays = context.checks and owner.compares_replays and not owner.runs_hooks
+        self.was_compared = pool.backend.capture_runs and not compares_replays
         # If a capture does not execute, nothing may execute between the halves either: some kernels save state under
         # capture (RNG state) that only a captured backward can read. The eager warm-up steps have warmed everything up.
         options = {
             "generators": context.generators,
             "memory": memory,
             "grad": True,
-            "checked": pool.backend.capture_runs,
+            "checked": self.was_compared,
             "restores": True,
         }
         self._forward_graph = GraphRunner(self._run_forward, pool, statics=self._forward_statics, **options)
@@ -289,6 +293,7 @@ class CallGraphs:
                 ignored=self._ignored,
                 ran=self._ran,
                 generators=self._registered,
+                audits=self._is_observed,
             ) as forward,
         ):
             self.result, self.outputs = Result.of(self._forward(*args, **kwargs))
@@ -346,6 +351,7 @@ class CallGraphs:
             ran=self._ran,
             backward_ran=self._backward_ran,
             functions=functions_of(outputs),
+            audits=self._is_observed,
         )
         with self._refuse_nested_backward(), self._saved_states.backward(), changes as reads, modes, writing:
             self.input_grads, grads, self.repeated_grads = self._differentiate(outputs, self.grad_outputs)
@@ -522,7 +528,9 @@ class CallGraphs:
         ]
         if self.key.kinds:
             inputs = list(map(as_kind, inputs, self.key.kinds))
-        return CallGraphs(owner, self.key, inputs, self._backward_key, context, context.pool.memory, self._separate)
+        twin = CallGraphs(owner, self.key, inputs, self._backward_key, context, context.pool.memory, self._separate)
+        twin._is_observed = False
+        return twin
 
     def run_eager(self, grad_outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run what a capture would record, with gradients for `used_outputs`. Return outputs and all gradients."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graph_cache.guards.audit import storage_of
-from graph_cache.guards.dispatch_mode import DispatchMode
+from graph_cache.guards.composites import Call, rewriting
 
 storage_users = torch._C._storage_Use_Count
 ALIGNED = 64  # bytes
@@ -74,9 +73,9 @@ class GradientMemory:
         self._by_address = {buffer.data_ptr(): buffer for buffer in self._buffers if buffer.numel()}
         self._used: set[int] = set()  # addresses of buffers that the backward writes
 
-    def writing_in_place(self) -> TorchDispatchMode:
+    def writing_in_place(self) -> AbstractContextManager[None]:
         """Return a context in which GEMMs of a weight's shape write here; most gradients come from such a GEMM."""
-        return _MatmulInto(self._buffers, self._used)
+        return rewriting(_MatmulInto(self._buffers, self._used))
 
     def release_unused(self) -> None:
         """Release the buffers that the backward doesn't write: some parameters may have no gradient in it."""
@@ -119,27 +118,24 @@ class GradientMemory:
         return outside, assigned
 
 
-class _MatmulInto(DispatchMode):
+class _MatmulInto:
     """Write matrix products into a buffer of their shape; use each buffer once."""
 
     def __init__(self, buffers: Sequence[Tensor], used: set[int]):
-        super().__init__()
         self._free = list(buffers)
         self._used = used
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # False would run compiled functions uncompiled, which rounds differently
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
-            left, right = args
-            shape = (left.shape[0], right.shape[1])
-            for index, buffer in enumerate(self._free):
-                if buffer.shape == shape and buffer.dtype == left.dtype and buffer.device == left.device:
-                    self._used.add(buffer.data_ptr())
-                    return torch.ops.aten.mm.out(left, right, out=self._free.pop(index))
-        return func(*args, **(kwargs or {}))
+    def __call__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Call:
+        """Return a matrix product into a free buffer in the place of a matrix product, and any other call as it is."""
+        if func is not torch.ops.aten.mm.default:
+            return func, args, kwargs
+        left, right = args
+        shape = (left.shape[0], right.shape[1])
+        for index, buffer in enumerate(self._free):
+            if buffer.shape == shape and buffer.dtype == left.dtype and buffer.device == left.device:
+                self._used.add(buffer.data_ptr())
+                return torch.ops.aten.mm.out, args, {"out": self._free.pop(index)}
+        return func, args, kwargs
 
 
 class Copies:

@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 
 from graph_cache.core.capture_state import CaptureState, CaptureStatus
 from graph_cache.core.keys import CAPTURE_FAILED, STALE, WARMING_UP
-from graph_cache.core.shadow import DIFFERS, NOT_DETERMINISTIC, listed
-from graph_cache.errors import CaptureRefused, GraphConfigError
+from graph_cache.core.shadow import DIFFERS, EQUAL, NOT_DETERMINISTIC, UNCHECKED, listed
+from graph_cache.errors import CaptureError, CaptureRefused, GraphConfigError
 from graph_cache.guards.parametrizations import is_cached, uncached
 from graph_cache.guards.search import objects_with_tensors
 from graph_cache.guards.torch_settings import modes_active, records_gradients
@@ -198,8 +198,9 @@ class TrainingGraphs:
                 if self._drop_if_moved(recorded):
                     continue
             recorded.current, index, entry = found
-            if self.context.checks and not entry.checked and self._is_unequal(recorded.current, index, entry, tensors):
-                return self._eager(attached, args, kwargs, CAPTURE_FAILED, track_backward=True)
+            is_checked = entry.checked or not self.context.checks
+            if not is_checked and (reason := self._checked(recorded.current, index, entry, tensors)):
+                return self._eager(attached, args, kwargs, reason, track_backward=True)
             return self._replay(recorded.current, index, entry, tensors)
         if state is None and self._refuses_objects(signature):
             return self._eager(attached, args, kwargs, OBJECT, track_backward=True)
@@ -367,31 +368,42 @@ class TrainingGraphs:
     def _backward_done(self, index: int) -> None:
         self._outstanding -= 1
 
-    def _is_unequal(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> bool:
-        """Compare the first replay of an entry with eager. Drop the graphs of its step if they differ."""
+    def _checked(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> str:
+        """Compare the first replay of an entry with eager. Return why the call runs eager; empty if it replays.
+
+        If they differ, the graphs of the step are dropped, and the call runs eager from now on. A call that can't be
+        compared now is captured again, with a comparison at its capture.
+        """
         entry.checked = True
         finding = check_call(entry, tensors, self.context)
         name = entry.owner.name
         self.stats.shadow_checks[name, SCOPE, finding.outcome] += 1
+        is_first = self.context.pool.backend.capture_runs and not entry.graphs.was_compared  # comparison of any kind
         if finding.outcome == NOT_DETERMINISTIC:
             logger.warning("%s is not deterministic: two eager runs differ in %s", name, listed(finding.differing))
-        if finding.outcome != DIFFERS:
-            return False
+        if finding.outcome == EQUAL or (finding.outcome != DIFFERS and not is_first):
+            return ""
+        recorded = next(one for one in self._recorded_steps if graphs in one.graphs_of_microbatches)
+        if finding.outcome == UNCHECKED:
+            entry.owner.compares_replays = False
+            self._drop_for_recapture(recorded)
+            return WARMING_UP
         problem = describe(finding)
         logger.error("%s runs eager from now on: %s", name, problem)
-        self.stats.shadow_mismatches[name, SCOPE] += 1
-        recorded = next(one for one in self._recorded_steps if graphs in one.graphs_of_microbatches)
-        signature = graphs.order.signature(index)
-        self._drop_unequal(recorded, signature, problem)
-        return True
+        if finding.outcome == DIFFERS:
+            self.stats.shadow_mismatches[name, SCOPE] += 1
+        else:
+            self.stats.capture_failed(name, SCOPE, CaptureError(problem))
+        self._drop_for_recapture(recorded, unequal := graphs.order.signature(index))
+        self._states[unequal].fail(problem)
+        return CAPTURE_FAILED
 
-    def _drop_unequal(self, recorded: RecordedStep, unequal: CallSignature, problem: str) -> None:
-        """Drop a step's graphs: other calls are captured again, and the unequal call runs eager."""
+    def _drop_for_recapture(self, recorded: RecordedStep, unequal: CallSignature | None = None) -> None:
+        """Drop a step's graphs: all calls but the unequal one warm up and are captured again."""
         self._recorded_steps.remove(recorded)
         for signature, state in recorded.captured_states().items():
             state.drop(CaptureStatus.EVICTED, 0 if signature == unequal else self._warmup_steps)
             self._states.setdefault(signature, state)
-        self._states[unequal].fail(problem)
         recorded.retire()
 
     def _replay(self, graphs: MicrobatchGraphs, index: int, entry: CallEntry, tensors: Sequence[Tensor]) -> Any:

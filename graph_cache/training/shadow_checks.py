@@ -145,4 +145,9 @@ def _noise(output: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def describe(finding: Finding) -> str:
     """Return why the graphs of a call that differs are dropped."""
+    if finding.outcome == NOT_DETERMINISTIC:
+        return (
+            f"two eager runs from the same inputs differ in {listed(finding.differing)}: it depends on the host, on "
+            "earlier runs or on an unregistered generator"
+        )
     return f"its replay differed from an eager run on the same inputs in {listed(finding.differing)}"

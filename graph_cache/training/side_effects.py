@@ -75,6 +75,7 @@ def refuse_side_effects(
     ignored: Sequence[Any] = (),
     ran: Reads | None = None,
     generators: Sequence[torch.Generator] = (),
+    audits: bool = True,
 ) -> Iterator[Forward]:
     """Check the block, the forward of `scope` on `inputs` on `device`, for side effects that a replay would skip.
 
@@ -88,6 +89,7 @@ def refuse_side_effects(
 
     Objects in `ignored` may change: their state is recreated in other ways. `ran` is the code that an earlier call
     executed; `generators` are advanced by replays. Compiled code bypasses the dispatcher, so the audit stays empty.
+    Without `audits`, operations are not observed either: the block repeats a run that was.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
     known = Reads.of_calls(scope.modules()) if ran is None else ran  # compiled code was not observed
@@ -100,7 +102,7 @@ def refuse_side_effects(
         raise CaptureRefused(f"{name} reads the gradient of a tensor, which a replay would not read again")
     if found := refused_reads(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
-    with Observation(state, audit=None if compiled else audit) as seen:
+    with Observation(state, audit=audit if audits and not compiled else None) as seen:
         with seen.running():
             yield Forward(audit, state)
         found = seen.changes(lambda tensor: compiled or _was_used(tensor, audit.outside))
@@ -162,13 +164,14 @@ def refuse_backward_changes(
     ran: Reads | None = None,
     backward_ran: Reads | None = None,
     functions: Collection[type] = (),
+    audits: bool = True,
 ) -> Iterator[Reads]:
     """Check the block, which is a captured backward, for side effects, such as the effects of a tensor's hooks.
 
     Yields the code that it runs. Restores Python state and raises CaptureRefused after the block if the backward
     changes such state, reads what a replay would not read again, or uses tensors in the host's memory that its forward
     has not. `forward` is the audit of that, `backward_ran` the code that an earlier backward executed, `functions` the
-    autograd.Functions in it; other arguments as in `refuse_side_effects`.
+    autograd.Functions in it; other arguments as in `refuse_side_effects`. Without `audits`, the code is not observed.
     """
     reads, compiled = Reads(), _is_compiled(scope, ran)
     known: RunCode = Reads.of_calls(scope.modules()) if ran is None else ran
@@ -178,7 +181,8 @@ def refuse_backward_changes(
         elif any(map(is_own_class, functions)):
             known = ANY_CODE
     state = HostState(roots, ignored=ignored, ran=known)
-    seen = Observation(state) if compiled else Observation(state, reads=reads, audit=_audit(device))
+    observes = audits and not compiled
+    seen = Observation(state, reads=reads, audit=_audit(device)) if observes else Observation(state)
     # In this thread, where the code is observed. By itself, autograd uses a thread for each GPU.
     one_thread = nullcontext() if compiled else torch.autograd.set_multithreading_enabled(False)
     with seen:

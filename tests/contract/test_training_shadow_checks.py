@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from unittest import mock
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from graph_cache.core.runner import GraphRunner
 from graph_cache.core.stats import CacheStats
+from graph_cache.training import shadow_checks
 from graph_cache.training.call_graphs import CallGraphs
 from graph_cache.training.iteration import CapturedIteration
 from tests.contract.training_models import WIDTH, assert_same, attached, batches, train, twins
@@ -169,6 +171,44 @@ def test_an_equal_replay_is_checked_once_per_pair_and_leaves_no_trace(device, po
     outcomes = {labels[2] for labels in stats.shadow_checks}
     assert outcomes == {"equal"} and sum(stats.replays.values()) > 0 and not stats.shadow_mismatches
     assert len(expected) > 0 and torch.equal(graphed[1].num_batches_tracked, eager[1].num_batches_tracked)
+
+
+class Varying(nn.Module):
+    """Multiplies by a number that is another one at each call, which no guard sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * next(HELD.numbers)
+
+
+def test_a_call_that_differs_from_itself_runs_eager(device, pool):
+    if not pool.backend.capture_runs:
+        return  # there such a call replays, and is counted as not deterministic
+    data = batches(STEPS, device)
+    _, graphed = twins(lambda: nn.Sequential(Varying()), device)
+    HELD.numbers = itertools.count(1)
+    graphs, stats = attached(graphed, ["0"], pool)
+    train(graphed, data)
+    assert stats.shadow_checks["0", "module", "not_deterministic"] == 1
+    assert not stats.replays and not stats.shadow_mismatches
+    (failure,) = stats.failures.values()
+    assert "two eager runs from the same inputs differ" in str(failure) and not graphs.table()
+
+
+def test_a_call_that_is_not_checked_is_compared_at_its_capture(device, pool, monkeypatch):
+    monkeypatch.setattr(shadow_checks, "MAX_COPIED_BYTES", 0)
+    eager, graphed = twins(lambda: nn.Sequential(Remembering()), device)
+    data = batches(2 * STEPS, device)
+    expected = train(eager, data)
+    graphs, stats = attached(graphed, ["0"], pool)
+    assert_same(train(graphed, data), expected)
+    (recorded,) = graphs.recorded_steps
+    assert all(entry.graphs.was_compared == pool.backend.capture_runs for entry in recorded.entries())
+    assert sum(stats.replays.values()) > 0 and {labels[2] for labels in stats.shadow_checks} == {"unchecked"}
+    assert torch.equal(graphed[0].cache, eager[0].cache)
 
 
 # ---- whole iterations ----------------------------------------------------------------------------------------------

@@ -418,3 +418,45 @@ def test_an_unknown_argument_names_the_nearest_one():
 def test_attach_takes_modules_only():
     with training() as engine, pytest.raises(ConfigError, match="takes a module, or a list of modules; found 'model'"):
         engine.attach(["model"])
+
+
+@pytest.mark.parametrize("masked", (True, False), ids=("mask_of_four_dimensions", "no_mask"))
+def test_an_iteration_over_a_model_of_transformers_replays_with_a_mask_from_outside(masked):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    length = 6
+    positions = torch.arange(length).repeat(2, 1)
+    mask = torch.full((length, length), float("-inf")).triu(1).repeat(2, 1, 1, 1) if masked else None
+
+    def run(engine):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32,
+                hidden_size=WIDTH,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                use_cache=False,
+            )
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(ids, mask, positions):
+            loss = model(input_ids=ids, labels=ids, attention_mask=mask, position_ids=positions).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        call = step if engine is None else engine.capture_iteration(step, device="cpu")
+        return [call(torch.randint(32, (2, length)), mask, positions).item() for _ in range(6)]
+
+    with training() as engine:
+        assert run(engine) == run(None)
+        (row,) = engine.graphs()
+    if masked:
+        assert row["replays"] == 2 and not row["failure"]
+    else:
+        assert not row["replays"] and "Pass a mask of four dimensions" in row["failure"]

@@ -165,3 +165,22 @@ def test_one_hot_without_a_number_of_classes_is_refused():
     )
     with pytest.raises(CaptureRefused, match="the host reads"):
         runner.capture()
+
+
+def test_a_distribution_that_checks_its_arguments_is_refused_with_what_to_do():
+    mean, out = torch.zeros(3), torch.zeros(3)
+
+    def capture(validate_args: bool) -> GraphRunner:
+        def run() -> None:
+            out.copy_(torch.distributions.Normal(mean, 2.0, validate_args=validate_args).log_prob(mean + 1))
+
+        runner = GraphRunner(run, GraphPool(backend_for("cpu")), statics=lambda: [mean, out])
+        runner.capture()
+        return runner
+
+    with pytest.raises(CaptureRefused, match="validate_args=False"):
+        capture(True)
+    runner, other = capture(False), torch.full((3,), 5.0)
+    mean.copy_(other)
+    runner.replay()
+    assert torch.equal(out, torch.distributions.Normal(other, 2.0).log_prob(other + 1))

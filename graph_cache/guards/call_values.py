@@ -13,8 +13,8 @@ import torch
 
 # Types that most arguments have: the walk takes half of the time if they are not asked for what they contain.
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_OTHERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
-_LEAVES = _TENSORS | _OTHERS
+OTHERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_LEAVES = _TENSORS | OTHERS
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
@@ -22,7 +22,7 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
         kind = type(value)
-        if kind in _OTHERS:
+        if kind in OTHERS:
             continue
         if kind in _TENSORS or isinstance(value, torch.Tensor):
             found.append(value)
