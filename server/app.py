@@ -28,6 +28,7 @@ from server.pages.docs import DocsAssets
 from server.routes import admin as routes_admin
 from server.routes import chat_batch as routes_chat_batch
 from server.routes import generate as routes_generate
+from server.routes import kv_blocks as routes_kv_blocks
 from server.routes import messages as routes_messages
 from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
@@ -121,7 +122,7 @@ def create_app(
     for routes in (
         routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses_api, routes_tokens,
         routes_admin, routes_trainer, routes_pooling, routes_status, routes_server_info, routes_chat_batch,
-        routes_ollama, routes_sagemaker,
+        routes_ollama, routes_sagemaker, routes_kv_blocks,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets("chat"), name="chat-assets")

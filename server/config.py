@@ -74,6 +74,8 @@ class ServerConfig(NamesFields):
         admin_without_key: "loopback": the admin routes need no key in requests from this machine over a loopback
             address, except from web pages and through proxies. "none": they always need one.
         allow_priority: Whether any client may set `priority`. Otherwise it requires an admin key.
+        enable_kv_block_api: Whether the admin routes /kv_blocks copy blocks of the KV cache out and in. Needs
+            `kv_offloading_size`, and a model on one GPU.
         profile_folder: Folder for the traces of /profile. Profiling is off without it.
         http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
             at most 4.
@@ -129,6 +131,7 @@ class ServerConfig(NamesFields):
     admin_key_file: str | None = None
     admin_without_key: str = "none"
     allow_priority: bool = False
+    enable_kv_block_api: bool = False
     profile_folder: str | None = None
     http_workers: int | None = None
     in_process: bool = False
@@ -200,6 +203,8 @@ class ServerConfig(NamesFields):
         _check_seconds("write_seconds", self.write_seconds, 0.1)
         _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _check_seconds("drain_seconds", self.drain_seconds, 0)
+        if self.enable_kv_block_api:
+            _check_kv_block_api(self.engine)
         tool_format(self.tool_call_parser, None)  # raises for an unknown name
         reasoning_format(self.reasoning_parser, None)
         for name, allowed in (
@@ -308,3 +313,17 @@ def _root_path(value: str) -> str:
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not is_whole_number(value, low, high):
         raise ConfigError(f"{name}={value!r}: must be an integer from {low} to {high}")
+
+
+def _check_kv_block_api(engine: EngineConfig) -> None:
+    """Raise ConfigError for an engine whose blocks can't be copied."""
+    if engine.kv_offloading_size is None:
+        raise ConfigError(
+            "enable_kv_block_api=True needs kv_offloading_size: blocks go through host memory; set it, or leave "
+            "enable_kv_block_api out"
+        )
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"enable_kv_block_api=True can't be combined with tensor_parallel_size={engine.tensor_parallel_size}: each "
+            "rank has a part of a block; use one GPU, or leave it out"
+        )

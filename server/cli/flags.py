@@ -49,6 +49,7 @@ SERVER_HELP = {
     "admin_without_key": "loopback: the admin routes need no key in requests from this machine, for trainers whose "
     "clients send none",
     "allow_priority": "let any client set priority; otherwise it requires an admin key",
+    "enable_kv_block_api": "turn on the admin routes /kv_blocks, which copy blocks of the KV cache out and in",
     "profile_folder": "folder for the traces of POST /profile/stop. None: profiling is off",
     "http_workers": "number of API worker processes; none: one per 4 processors, at most 4",
     "in_process": "run the engine in the server process",
@@ -143,7 +144,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "replicas": ("replicas", "max_replicas", "target_requests"),
     "access": (
         "allow_unauthenticated", "admin_key_file", "admin_without_key", "allow_priority", "profile_folder",
-        "trust_request_chat_template",
+        "trust_request_chat_template", "enable_kv_block_api",
     ),
     "limits": (
         "max_waiting", "max_body_bytes", "max_total_body_bytes", "max_body_items", "max_sequences_per_request",
