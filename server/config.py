@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -150,6 +151,7 @@ class ServerConfig(NamesFields):
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     compat: str = "none"
+    otlp_traces_endpoint: str | None = None
     log_level: str = "info"
     log_format: str = "text"
 
@@ -203,6 +205,8 @@ class ServerConfig(NamesFields):
         _check_seconds("write_seconds", self.write_seconds, 0.1)
         _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _check_seconds("drain_seconds", self.drain_seconds, 0)
+        if self.otlp_traces_endpoint is not None:
+            traces_url(self.otlp_traces_endpoint)
         if self.enable_kv_block_api:
             _check_kv_block_api(self.engine)
         tool_format(self.tool_call_parser, None)  # raises for an unknown name
@@ -313,6 +317,17 @@ def _root_path(value: str) -> str:
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not is_whole_number(value, low, high):
         raise ConfigError(f"{name}={value!r}: must be an integer from {low} to {high}")
+
+
+def traces_url(endpoint: object) -> str:
+    """Return the address of a collector, with the path of traces if it has none. Raises ConfigError."""
+    parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r} must be the http or https address of a collector, such as "
+            "http://localhost:4318/v1/traces; OTLP over gRPC is not supported"
+        )
+    return parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else str(endpoint)
 
 
 def _check_kv_block_api(engine: EngineConfig) -> None:

@@ -70,6 +70,8 @@ SERVER_HELP = {
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5, unless a request says otherwise",
     "enable_force_include_usage": "usage in each chunk of every stream of completions and chats, and at its end",
     "compat": "vllm: vLLM's metrics, /version, keys of responses and guided_* fields too",
+    "otlp_traces_endpoint": "address of an OpenTelemetry collector (OTLP over HTTP) for traces of requests; none: no "
+    "traces",
     "log_level": "log level",
     "log_format": "log format: lines of text or of JSON",
 }
@@ -156,7 +158,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states",
         "enable_return_routed_experts", "logprobs_mode", "score_tokens", "score_template", "seed",
     ),
-    "logging": ("log_level", "log_format", "progress"),
+    "logging": ("log_level", "log_format", "otlp_traces_endpoint", "progress"),
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "kv_events_config",

@@ -33,6 +33,7 @@ from server.http.streaming import ClientDisconnected, until_disconnect
 from server.keys import Keys
 from server.observability.logs import set_up_logging
 from server.observability.shared_counters import SharedCounters
+from server.observability.tracing import TraceRequests, Tracing
 from server.pages import page
 from server.replicas.affinity import affinity_of
 from server.replicas.answers import RESPONSES_PATH, Answer, broken_stream, merged, merged_metrics
@@ -69,6 +70,13 @@ class Gateway:
         self._commands = commands
         self._is_draining = False
         self._unanswered = 0
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint, "gateway")
+
+    async def __del__(self) -> None:
+        """Send the spans that are left. Serve calls it."""
+        if getattr(self, "_tracing", None) is not None:
+            await self._tracing.close()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application with the middleware that it shares with a server of one process."""
@@ -80,6 +88,8 @@ class Gateway:
         )  # fmt: skip
         app = KeyMiddleware(app, keys=self._keys, local_admin=config.admin_without_key == "loopback")
         app = RequestIds(app)
+        if self._tracing is not None:
+            app = TraceRequests(app, self._tracing)
         app = CloseWhenDraining(_leave_request_id_out(app), is_draining=lambda: self._is_draining)
         return RootPath(app, prefix=config.root_path) if config.root_path else app
 
