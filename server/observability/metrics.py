@@ -150,7 +150,7 @@ class RequestMetrics:
 class SequenceTimes(NamedTuple):
     """When a sequence was scheduled, after seconds in the queue, and its first and last token by time.perf_counter."""
 
-    index: int
+    number: int
     queue_seconds: float
     first: float | None
     last: float | None

@@ -148,11 +148,11 @@ class Tracing:
         for one in sequences:
             scheduled = watch.started + one.queue_seconds
             parts = [("queue", watch.started, scheduled)]
-            if one.first is not None:
+            if one.first is not None and one.last is not None:
                 parts += [("prefill", scheduled, one.first), ("decode", one.first, one.last)]
             for name, start, stop in parts:
                 part = self._engine.start_span(
-                    name, context=inside, start_time=at(start), attributes={"encore.sequence": one.index}
+                    name, context=inside, start_time=at(start), attributes={"encore.sequence": one.number}
                 )  # fmt: skip
                 part.end(at(stop))
         span.end(at(end))
