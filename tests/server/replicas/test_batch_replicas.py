@@ -114,3 +114,12 @@ def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(tiny_model:
         wanted = [output.text for output in engine.generate(prompts, params, use_tqdm=False)]
     by_id = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in found}
     assert [by_id[one] for one in ids] == wanted
+
+
+@pytest.mark.slow
+def test_replicas_that_can_not_start_end_the_batch_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n')
+    process = start(tmp_path, Path("/no/such/model"))
+    assert process.wait(240) == 2
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert "the replicas do not start" in last and "no such file or folder: /no/such/model" in last
