@@ -22,7 +22,6 @@ from server.observability.shared_counters import SharedCounter, SharedCounters, 
 if TYPE_CHECKING:
     from engine.client.async_client import Client
     from engine.protocol.outputs import OutputDelta
-    from server.observability.tracing import Tracing
 
 QUEUE_FULL = "max_num_queued_reqs"  # vLLM's name of the reason
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -41,13 +40,19 @@ class _Job(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
+class _Traces(Protocol):
+    """What makes spans: returns what to call when a job has ended."""
+
+    def watch(self, job: Any) -> Callable[[RequestWatch], None]: ...
+
+
 class RequestMetrics:
     """Request latencies as clients see them, and finish reasons, summed over all API workers.
 
     `tracing` makes spans of the requests too; None: there are no traces.
     """
 
-    def __init__(self, counters: SharedCounters, tracing: Tracing | None = None):
+    def __init__(self, counters: SharedCounters, tracing: _Traces | None = None):
         self.tracing = tracing
 
         def histogram(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:

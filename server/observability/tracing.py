@@ -159,7 +159,7 @@ class Tracing:
 
 
 class TraceRequests:
-    """ASGI middleware that makes the span of each request but those of probes, and hands its context on."""
+    """ASGI middleware that makes the span of each request that is no probe, and hands its context on."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing):
         self.app, self._tracing = app, tracing
