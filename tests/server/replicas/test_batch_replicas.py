@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,24 @@ FLAGS = (
 )  # fmt: skip
 RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # they notice after a minute or two that Ray has ended
 TOKENS = 100
+Start = Callable[[Path], "subprocess.Popen[bytes]"]
 
 
-def start(folder: Path, model: Path, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "server.cli", "batch", "in.jsonl", "out.jsonl", "--model", str(model), *FLAGS]
-    with open(folder / "log", "ab") as log:
-        return subprocess.Popen([*command, *words], cwd=folder, stdout=log, stderr=log, env=ENVIRONMENT)
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `encore batch in.jsonl out.jsonl` for a model; its output goes to the file log."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start_one(model: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "server.cli", "batch", "in.jsonl", "out.jsonl", "--model", str(model), *FLAGS]
+        with open(tmp_path / "log", "ab") as log:
+            begun.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=ENVIRONMENT))
+        return begun[-1]
+
+    yield start_one
+    for process in begun:
+        process.kill()
+        process.wait()
 
 
 def descendants(pid: int) -> list[int]:
@@ -64,7 +76,7 @@ def replicas_of(process: subprocess.Popen[bytes]) -> list[int]:
     return [pid for pid in descendants(process.pid) if command_of(pid).startswith("ray::ServeReplica:encore:Replica")]
 
 
-def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path, seconds: float = 120) -> None:
+def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, (folder / "log").read_text()
@@ -77,7 +89,9 @@ def count(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(
+    start: Start, tiny_model: Path, tmp_path: Path
+) -> None:
     ids = [f"line {number}" for number in range(240)]
     with open(tmp_path / "in.jsonl", "w") as file:
         for one in ids:
@@ -86,7 +100,7 @@ def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(tiny_model:
             file.write(json.dumps(line) + "\n")
     out = tmp_path / "out.jsonl"
 
-    process = start(tmp_path, tiny_model)
+    process = start(tiny_model)
     wait(lambda: count(out) >= 10, process, tmp_path)
     left = descendants(process.pid)
     assert len(replicas_of(process)) == 2
@@ -96,7 +110,7 @@ def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(tiny_model:
     first = count(out)
     assert 10 <= first < 150, "the machine is too fast for the rest of the test"
 
-    process = start(tmp_path, tiny_model)
+    process = start(tiny_model)
     wait(lambda: count(out) >= first + 10, process, tmp_path)
     killed = replicas_of(process)[0]
     os.kill(killed, signal.SIGKILL)
@@ -117,9 +131,9 @@ def test_a_killed_replica_and_a_killed_batch_lose_and_double_no_line(tiny_model:
 
 
 @pytest.mark.slow
-def test_replicas_that_can_not_start_end_the_batch_with_the_reason(tmp_path: Path) -> None:
+def test_replicas_that_can_not_start_end_the_batch_with_the_reason(start: Start, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n')
-    process = start(tmp_path, Path("/no/such/model"))
+    process = start(Path("/no/such/model"))
     assert process.wait(240) == 2
     last = (tmp_path / "log").read_text().splitlines()[-1]
     assert "the replicas do not start" in last and "no such file or folder: /no/such/model" in last
