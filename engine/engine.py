@@ -5,6 +5,7 @@ Everything runs in the caller's thread: no server, no event loop, no signal hand
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -20,10 +21,12 @@ from engine.checkpoint.pooling_config import read_pooling_config
 from engine.checkpoint.source import resolve_model
 from engine.config import DEFAULT_MODEL, EngineConfig
 from engine.core.builder import build_loop, build_megatron_loop
+from engine.core.kv_blocks import KVBlockStore
 from engine.core.loop import EngineLoop
 from engine.errors import ConfigError, EngineDead, EngineError, RequestError, WeightUpdateError
 from engine.generation import PAUSED_SECONDS, Generation, SharedLoop
 from engine.models.registry import config_from_folder
+from engine.protocol.kv_blocks import pack, unpack
 from engine.protocol.messages import EngineStats, ModelInfo
 from engine.protocol.outputs import RequestOutput, Sample
 from engine.protocol.pooling import PoolingConfig, finish_embedding
@@ -88,6 +91,7 @@ class Engine:
             if model is None
             else build_megatron_loop(self.config, model, self.tokenizer, source)
         )
+        self._blocks = KVBlockStore(self._loop)
         self._shared = SharedLoop(self._loop)
         self._pooling = pooling
         self._info = dataclasses.replace(self._loop.info, pooling=pooling)
@@ -398,6 +402,43 @@ class Engine:
         self._require_open()
         with self.pool.turn():
             self._loop.weights_changed(version)
+
+    def list_kv_blocks(self, limit: int = 1000) -> dict[str, Any]:
+        """Return up to `limit` blocks of the KV cache and its tiers, and how many each holds (docs/kv-cache.md)."""
+        with self._between_steps():
+            return self._blocks.list_(limit)
+
+    def lookup_kv_blocks(self, block_hashes: Sequence[int]) -> dict[str, Any]:
+        """Return which blocks with these hashes are held, and where. KV events publish the hashes."""
+        with self._between_steps():
+            return self._blocks.lookup(list(block_hashes))
+
+    def export_kv_blocks(self, block_hashes: Sequence[int]) -> bytes:
+        """Return the blocks with these hashes as a safetensors file with checksums, for `import_kv_blocks`.
+
+        Needs `kv_offloading_size`. Raises RequestError if one is not held.
+        """
+        with self._between_steps():
+            found = self._blocks.export(list(block_hashes))
+        return pack(found)
+
+    def import_kv_blocks(self, data: bytes) -> dict[str, int]:
+        """Take the blocks of an export into host memory, for prompts that begin alike.
+
+        Returns how many were "imported", and how many were "present" already. Raises RequestError, and takes none, if a
+        checksum differs, or if the blocks are of other weights or of another form.
+        """
+        given = unpack(data)
+        with self._between_steps():
+            return self._blocks.import_(given)
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Hold the loop, with no step in flight."""
+        self._require_open()
+        with self.pool.turn():
+            self._loop.steps.drain()
+            yield
 
     @property
     def loop(self) -> EngineLoop:

@@ -23,11 +23,13 @@ from server.keys import Keys
 from server.observability.metrics import CountResponses, EngineCollector, response_counts
 from server.observability.process_metrics import ProcessesCollector
 from server.observability.shared_counters import SharedCounter, SharedCounters
+from server.observability.tracing import TraceRequests, Tracing
 from server.pages.assets import Assets
 from server.pages.docs import DocsAssets
 from server.routes import admin as routes_admin
 from server.routes import chat_batch as routes_chat_batch
 from server.routes import generate as routes_generate
+from server.routes import kv_blocks as routes_kv_blocks
 from server.routes import messages as routes_messages
 from server.routes import ollama as routes_ollama
 from server.routes import openai as routes_openai
@@ -66,7 +68,8 @@ def create_app(
     share; default: in memory.
     """
     registry = CollectorRegistry()
-    service = Service(client, config, counters, start_time)
+    tracing = None if config.otlp_traces_endpoint is None else Tracing(config.otlp_traces_endpoint, "server")
+    service = Service(client, config, counters, start_time, tracing)
     responses = response_counts(service.counters)
     engine_metrics = EngineCollector(client, lambda: service.started, config.engine.num_speculative_tokens)
     registry.register(service.metrics)
@@ -103,13 +106,15 @@ def create_app(
             if store is not None:
                 app.state.response_store = None
                 await store.close()
+            if tracing is not None:
+                await tracing.close()
 
     # FastAPI's documentation pages load scripts from other hosts; server/pages/docs.py is ours. Its /openapi.json is
     # built on the event loop; server/http/openapi.py builds it in a thread.
     app = FastAPI(
         title="Encore", version=version(), lifespan=lifespan, openapi_url=None, redirect_slashes=False,
         servers=[{"url": config.root_path}] if config.root_path else None,
-        middleware=_middleware(service, keys or Keys(), responses),
+        middleware=_middleware(service, keys or Keys(), responses, tracing),
     )  # fmt: skip
     app.state.response_store = None
     app.state.service, app.state.registry, app.state.config = service, registry, config
@@ -121,7 +126,7 @@ def create_app(
     for routes in (
         routes_openai, routes_generate, routes_token_generate, routes_messages, routes_responses_api, routes_tokens,
         routes_admin, routes_trainer, routes_pooling, routes_status, routes_server_info, routes_chat_batch,
-        routes_ollama, routes_sagemaker,
+        routes_ollama, routes_sagemaker, routes_kv_blocks,
     ):  # fmt: skip
         app.include_router(routes.router)
     app.mount("/chat", Assets("chat"), name="chat-assets")
@@ -130,7 +135,9 @@ def create_app(
     return app
 
 
-def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[Middleware]:
+def _middleware(
+    service: Service, keys: Keys, responses: SharedCounter, tracing: Tracing | None
+) -> list[Middleware]:  # fmt: skip
     """Return the middleware of every request, the outermost first."""
     config, is_open = service.config, not keys.guards_inference
     checks_host = bool(config.allowed_hosts) or (is_open and listens_on_loopback(config.host))
@@ -138,6 +145,8 @@ def _middleware(service: Service, keys: Keys, responses: SharedCounter) -> list[
     return [
         # All below, and the routes, see paths without the prefix of a proxy.
         *([Middleware(RootPath, prefix=config.root_path)] if config.root_path else []),
+        # The spans of requests that are refused below, too.
+        *([Middleware(TraceRequests, tracing=tracing)] if tracing is not None else []),
         # Counts the refusals of the middleware below too.
         Middleware(CountResponses, counter=responses),
         # A refusal closes the connection during a drain, as an answer does.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -74,6 +75,8 @@ class ServerConfig(NamesFields):
         admin_without_key: "loopback": the admin routes need no key in requests from this machine over a loopback
             address, except from web pages and through proxies. "none": they always need one.
         allow_priority: Whether any client may set `priority`. Otherwise it requires an admin key.
+        enable_kv_block_api: Whether the admin routes /kv_blocks copy blocks of the KV cache out and in. Needs
+            `kv_offloading_size`, and a model on one GPU.
         profile_folder: Folder for the traces of /profile. Profiling is off without it.
         http_workers: Number of API workers, the processes that serve HTTP on the port. None: one per four processors,
             at most 4.
@@ -129,6 +132,7 @@ class ServerConfig(NamesFields):
     admin_key_file: str | None = None
     admin_without_key: str = "none"
     allow_priority: bool = False
+    enable_kv_block_api: bool = False
     profile_folder: str | None = None
     http_workers: int | None = None
     in_process: bool = False
@@ -147,6 +151,7 @@ class ServerConfig(NamesFields):
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
     compat: str = "none"
+    otlp_traces_endpoint: str | None = None
     log_level: str = "info"
     log_format: str = "text"
 
@@ -200,6 +205,10 @@ class ServerConfig(NamesFields):
         _check_seconds("write_seconds", self.write_seconds, 0.1)
         _check_seconds("keep_alive_seconds", self.keep_alive_seconds, 0.1)
         _check_seconds("drain_seconds", self.drain_seconds, 0)
+        if self.otlp_traces_endpoint is not None:
+            traces_url(self.otlp_traces_endpoint)
+        if self.enable_kv_block_api:
+            _check_kv_block_api(self.engine)
         tool_format(self.tool_call_parser, None)  # raises for an unknown name
         reasoning_format(self.reasoning_parser, None)
         for name, allowed in (
@@ -308,3 +317,28 @@ def _root_path(value: str) -> str:
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not is_whole_number(value, low, high):
         raise ConfigError(f"{name}={value!r}: must be an integer from {low} to {high}")
+
+
+def traces_url(endpoint: object) -> str:
+    """Return the address of a collector, with the path of traces if it has none. Raises ConfigError."""
+    parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r} must be the http or https address of a collector, such as "
+            "http://localhost:4318/v1/traces; OTLP over gRPC is not supported"
+        )
+    return parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else str(endpoint)
+
+
+def _check_kv_block_api(engine: EngineConfig) -> None:
+    """Raise ConfigError for an engine whose blocks can't be copied."""
+    if engine.kv_offloading_size is None:
+        raise ConfigError(
+            "enable_kv_block_api=True needs kv_offloading_size: blocks go through host memory; set it, or leave "
+            "enable_kv_block_api out"
+        )
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"enable_kv_block_api=True can't be combined with tensor_parallel_size={engine.tensor_parallel_size}: each "
+            "rank has a part of a block; use one GPU, or leave it out"
+        )

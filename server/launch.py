@@ -27,6 +27,8 @@ def run(config: ServerConfig, run_engine: Run = run_loop) -> None:
     with.
     """
     set_up_logging(config.log_level, config.log_format)
+    if config.otlp_traces_endpoint is not None:
+        importlib.import_module("server.observability.tracing").check_packages(config.otlp_traces_endpoint)
     if config.is_replicated:
         return _serve_replicas(config)
     try:

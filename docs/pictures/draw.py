@@ -209,6 +209,45 @@ def rollout_pool() -> Canvas:
     return c
 
 
+def cluster() -> Canvas:
+    """Replicas on the machines of a Ray cluster."""
+    c = Canvas(960, 330, "Replicas on a cluster")
+    c.box(20, 135, 110, 60, "clients", "plain")
+    c.group(180, 10, 240, 310, "head node")
+    c.box(210, 45, 180, 60, "Serve's controller", "plain", "adds, removes, replaces")
+    c.box(210, 135, 180, 60, "proxy and gateway", "orange", "one address")
+    c.box(210, 225, 180, 60, "replica 0", "teal", "engine, its GPUs")
+    c.arrow((130, 165), (210, 165))
+    c.arrow((300, 195), (300, 225), both=True)
+    for index in range(2):
+        y = 10 + index * 160
+        c.group(500, y, 440, 150, f"node {index + 1}")
+        for place in range(2):
+            c.box(530 + place * 200, y + 55, 180, 60, f"replica {1 + 2 * index + place}", "teal", "engine, its GPUs")
+        c.arrow((390, 165), (530, y + 85), both=True)
+    return c
+
+
+def batches() -> Canvas:
+    """Three ways to run many requests: a file over HTTP, and Ray Data by a pool or by replicas."""
+    c = Canvas(960, 300, "Batches")
+    rows = (
+        ("requests.jsonl", "encore batch", "HTTP, resumes", "replicas", "behind one address"),
+        ("Parquet", "Ray Data --by pool", "streams the file", "engines", "one in each worker"),
+        ("Parquet", "Ray Data --by serve", "streams the file", "replicas", "by Serve's handle"),
+    )
+    for index, (source, program, how, target, what) in enumerate(rows):
+        y = 20 + index * 92
+        c.box(20, y, 180, 70, source, "plain", "prompts" if source == "Parquet" else "a request in each line")
+        c.box(290, y, 220, 70, program, "orange", how)
+        c.box(600, y, 160, 70, target, "teal", what)
+        c.box(850, y, 90, 70, "results", "plain")
+        c.arrow((200, y + 35), (290, y + 35))
+        c.arrow((510, y + 35), (600, y + 35), both=True)
+        c.arrow((760, y + 35), (850, y + 35))
+    return c
+
+
 PICTURES: dict[str, Callable[[], Canvas]] = {
     "request-path": request_path,
     "memory-pool": memory_pool,
@@ -218,6 +257,8 @@ PICTURES: dict[str, Callable[[], Canvas]] = {
     "rl-loop": rl_loop,
     "replicas": replicas,
     "rollout-pool": rollout_pool,
+    "cluster": cluster,
+    "batches": batches,
 }
 
 

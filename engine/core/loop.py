@@ -382,6 +382,11 @@ class EngineLoop:
             self._tiers.poll()
             self._tiers.send()
 
+    def send_moves(self) -> None:
+        """Begin the moves of blocks that were ordered since the last step. Needs tiers."""
+        assert self._tiers is not None
+        self._tiers.send()
+
     def save_prefixes(self) -> None:
         """Write cached prefixes to disk for the next start, if there is a disk tier. All requests must have ended."""
         if self._tiers is not None and not self._pause.obstacle:

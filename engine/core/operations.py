@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.core.kv_blocks import KVBlockStore
 from engine.core.loop import EngineLoop
 from engine.core.weight_updates import WeightUpdates
 from engine.errors import RequestError
@@ -27,6 +28,7 @@ class Operations:
         self._loop = loop
         self._profiler: torch.profiler.profile | None = None
         weights = WeightUpdates(loop)
+        blocks = KVBlockStore(loop)
         self._commands: dict[str, Callable[..., Any]] = {
             "graphs": loop.graphs,
             "stats": loop.stats,
@@ -43,6 +45,10 @@ class Operations:
             "is_sleeping": lambda: loop.sleep.is_sleeping,
             "abort_requests": loop.abort_requests,
             "reset_prefix_cache": loop.reset_prefix_cache,
+            "list_kv_blocks": blocks.list_,
+            "lookup_kv_blocks": blocks.lookup,
+            "export_kv_blocks": blocks.export,
+            "import_kv_blocks": blocks.import_,
             "load_weights": loop.load_weights,
             "start_weight_update": weights.start,
             "update_weights_from_disk": weights.load,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.protocol.kv_moves import Moved, Moves, PromotionOrder, RisingBlock
-from engine.scheduling.kv_events import KVEventRecorder
+from engine.scheduling.kv_events import MEDIUM, KVEventRecorder
 from engine.scheduling.prefix_cache import PrefixCache, PrefixChain
 
 HOST, DISK = "host", "disk"
@@ -93,7 +93,7 @@ class LowerTiers:
         events: KVEventRecorder | None = None,
     ):
         self._cache, self._pool, self._events = cache, cache.pool, events
-        self._block_bytes, self._disk_bytes = block_bytes, disk_bytes
+        self.num_slots, self.block_bytes, self._disk_bytes = num_slots, block_bytes, disk_bytes
         self._max_writing = max(1, num_slots // WRITING_SHARE)
         self._slot_of: OrderedDict[Key, int] = OrderedDict()  # least recently used first
         self._owner: dict[int, Key] = {}
@@ -127,7 +127,7 @@ class LowerTiers:
     @property
     def max_files(self) -> int:
         """Number of blocks for which the disk tier has room."""
-        return self._disk_bytes // self._block_bytes
+        return self._disk_bytes // self.block_bytes
 
     @property
     def num_rising(self) -> int:
@@ -141,7 +141,7 @@ class LowerTiers:
 
     def used_bytes(self) -> dict[str, int]:
         """Return the bytes of the blocks in each tier."""
-        return {HOST: len(self._slot_of) * self._block_bytes, DISK: self._used_disk}
+        return {HOST: len(self._slot_of) * self.block_bytes, DISK: self._used_disk}
 
     def num_blocks(self) -> dict[str, int]:
         """Return the number of blocks in each tier."""
@@ -177,15 +177,23 @@ class LowerTiers:
 
     def evicted(self, group: int, digest: bytes, page: int) -> None:
         """Take the block of a page that the prefix cache gives up, if there is room for it."""
-        key = Key(group, digest)
+        if not self._copy_down(Key(group, digest), page):
+            self.counts.dropped += 1
+
+    def _copy_down(self, key: Key, page: int) -> bool:
+        """Have a page copied to host memory, unless its block is there. Return whether there is room for it."""
         if key in self._slot_of:
             self._slot_of.move_to_end(key)
-            return
+            return True
         slot = self._take_slot()
         if slot is None:
-            self.counts.dropped += 1
-            return
+            return False
         self._moves.offloads[slot] = page
+        self._take_in(key, slot)
+        return True
+
+    def _take_in(self, key: Key, slot: int) -> None:
+        """Add a block in host memory, which will be written to disk if there is that tier."""
         self._own(key, slot)
         if self._disk_bytes:
             self._unwritten[key] = None
@@ -369,6 +377,80 @@ class LowerTiers:
         for source in sources.values():
             self.counts.hits[source] += self._pool.page_size
         promotion.is_done = True
+
+    # ---- by key ----------------------------------------------------------------------------------------------------
+
+    def places(self) -> dict[Key, list[str]]:
+        """Return the media that hold each block, of the device and the tiers. The last used ones come last, by tier."""
+        found: dict[Key, list[str]] = {}
+        held = (
+            (MEDIUMS[DISK], iter(self._files)),
+            (MEDIUMS[HOST], iter(self._slot_of)),
+            (MEDIUM, (Key(group, digest) for group, digest, _ in self._cache.pages())),
+        )
+        for medium, keys in held:
+            for key in keys:
+                found.setdefault(key, []).insert(0, medium)
+        return found
+
+    def begin_export(self, keys: Sequence[Key]) -> dict[Key, int | None] | None:
+        """Reserve the slot of each block, and have those copied to one that only the device holds; None: in a file.
+
+        Returns None, and reserves nothing, if host memory has no room. Send the moves before the slots are read, and
+        call `end_export` after it.
+        """
+        slots: dict[Key, int | None] = {}
+        for key in keys:
+            if (slot := self._slot_of.get(key)) is not None:  # first, so that none of them makes room for others
+                slots[key] = slot
+                self._busy[slot] += 1
+        for key in keys:
+            if key in slots:
+                continue
+            page = self._cache.page(*key)
+            if page and not self._copy_down(key, page):
+                self.end_export(slots)
+                return None
+            slots[key] = slot = self._slot_of.get(key)
+            if slot is not None:
+                self._busy[slot] += 1
+        return slots
+
+    def end_export(self, slots: Mapping[Key, int | None]) -> None:
+        """Release the slots of `begin_export`."""
+        for slot in slots.values():
+            if slot is not None:
+                self._release(slot)
+
+    def drop_unread(self, keys: Sequence[Key]) -> None:
+        """Drop files that could not be read."""
+        for key in keys:
+            self.counts.failed_reads += 1
+            if key in self._files:
+                self._drop_file(key)
+
+    def begin_import(self, keys: Sequence[Key]) -> dict[Key, int] | None:
+        """Return a slot for each block that comes from elsewhere; None, without a change, if there are too few.
+
+        The blocks count as held after `end_import`.
+        """
+        busy = sum(1 for slot in self._owner if self._busy[slot])
+        if len(keys) > len(self._free) + len(self._owner) - busy:
+            return None
+        slots = {}
+        for key in keys:
+            slot = self._take_slot()
+            assert slot is not None
+            slots[key] = slot
+        return slots
+
+    def end_import(self, slots: Mapping[Key, int], is_written: bool) -> None:
+        """Add the blocks of `begin_import`, or give their slots back."""
+        for key, slot in slots.items():
+            if is_written:
+                self._take_in(key, slot)
+            else:
+                self._free.append(slot)
 
     # ---- all -------------------------------------------------------------------------------------------------------
 

@@ -157,6 +157,10 @@ class PrefixCache:
             for digest, page in page_of.items():
                 yield group, digest, page
 
+    def page(self, group: int, digest: bytes) -> int:
+        """Return the page with this key; 0 if there is none."""
+        return self._page_of[group].get(digest, 0)
+
     def next_page(self, chain: PrefixChain, token_ids: Sequence[int], length: int) -> bytes | None:
         """Return the digest of the page after the first `length` pages; None if a lookup would not look for it."""
         size = self.pool.page_size

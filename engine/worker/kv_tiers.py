@@ -7,7 +7,7 @@ reported. On a CPU all copies are made at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -111,10 +111,38 @@ class KVTiers:
                 torch.cuda.current_stream(self.device).wait_event(event)
             self._copying.pop(number, None)
 
-    def close(self) -> None:
-        """Wait for the copies, and close the files."""
+    # ---- blocks from and to elsewhere ------------------------------------------------------------------------------
+
+    def read_blocks(self, places: Mapping[str, int | None]) -> dict[str, bytes | None]:
+        """Return blocks by name, from their slots, or from their files where it is None; None if one can't be read."""
+        self._wait()
+        found: dict[str, bytes | None] = {}
+        buffers = {name: bytearray(self.block_bytes) for name, slot in places.items() if slot is None}
+        reads = {}
+        for name, buffer in buffers.items():
+            assert self.files is not None
+            reads[name] = self.files.read(name, memoryview(buffer))
+        for name, slot in places.items():
+            if slot is not None:
+                found[name] = bytes(self._block(slot))
+            else:
+                found[name] = bytes(buffers[name]) if reads[name].result() else None
+        return found
+
+    def write_blocks(self, blocks: Mapping[int, bytes]) -> None:
+        """Write blocks to slots, which no move uses."""
+        self._wait()
+        for slot, block in blocks.items():
+            self._block(slot)[:] = block
+
+    def _wait(self) -> None:
+        """Wait for the copies from and to host memory."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for the copies, and close the files."""
+        self._wait()
         if self.files is not None:
             self.files.close()
 

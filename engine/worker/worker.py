@@ -204,12 +204,28 @@ class Worker:
         assert self.tiers is not None
         self.tiers.arrived(numbers)
 
+    def read_blocks(self, places: Mapping[str, int | None]) -> dict[str, bytes | None]:
+        """Return blocks by name, from slots of host memory or from files. See KVTiers.read_blocks."""
+        assert self.tiers is not None
+        return self.tiers.read_blocks(places)
+
+    def write_blocks(self, blocks: Mapping[int, bytes]) -> None:
+        """Write blocks to slots of host memory. See KVTiers.write_blocks."""
+        assert self.tiers is not None
+        self.tiers.write_blocks(blocks)
+
+    def kv_fingerprint(self) -> str:
+        """Return a hash of all that keys and values depend on beside tokens, and of their form."""
+        return self._fingerprint()
+
     def _fingerprint(self) -> str:
         """Return a hash of all that keys and values depend on beside tokens: weights, model, and form of the pages."""
         config, model = self.config, self.runner.model
         tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
         form = config.page_size, config.dtype, config.kv_cache_dtype, config.max_model_len
-        return fingerprint(tensors, model.config, model.cache_specs(), *form)
+        shapes = [tuple(pages.shape[1:]) for storage in self.runner.kv.storage for pages in storage]
+        adapters = () if model.adapters is None else model.adapters.names
+        return fingerprint(tensors, model.config, model.cache_specs(), *form, shapes, adapters)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 

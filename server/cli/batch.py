@@ -26,7 +26,8 @@ from engine.errors import ConfigError
 from server.cli.batch_results import Index, InputLine, Results, is_same_file, read_input
 from server.cli.parser import Parser, whole_number
 
-CONCURRENCY = 256
+CONCURRENCY = 256  # of each replica
+MAX_CONCURRENCY = 4096
 READ_SECONDS = 3600.0  # of one response: long outputs, behind a long queue
 CONNECT_SECONDS = 10.0
 RETRY_STATUSES = (408, 429, 502, 503, 504)
@@ -44,8 +45,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("output", metavar="OUT.jsonl", help="results; an interrupted run is continued")
     parser.add_argument("--url", help="a running server, with its key in OPENAI_API_KEY (default: start one)")
     parser.add_argument(
-        "--concurrency", type=whole_number(1, 4096), default=CONCURRENCY, metavar="N",
-        help="maximum number of requests at a time (default: %(default)s)",
+        "--concurrency", type=whole_number(1, MAX_CONCURRENCY), metavar="N",
+        help=f"maximum number of requests at a time (default: {CONCURRENCY} for each replica)",
     )  # fmt: skip
     add_serving_flags(parser, leave_out=OWN_SETTINGS)
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         batch = _Batch(args.input, results, index, total, failed)
         if batch.left:
             with _server(args, config) as (url, key, is_alive):
-                batch.run(url, key, min(args.concurrency, batch.left), is_alive)
+                batch.run(url, key, min(_concurrency(args, config), batch.left), is_alive)
     except KeyboardInterrupt:
         print("\nstopped; run the same command to continue", file=sys.stderr)
         raise
@@ -99,6 +100,14 @@ def _server(args: argparse.Namespace, config: Any) -> Iterator[tuple[str, str, C
 
     with local_server(config) as server:
         yield server.url, server.key, lambda: server.process.exit_code is None
+
+
+def _concurrency(args: argparse.Namespace, config: Any) -> int:
+    """Return the number of requests at a time: as given, or so many for each replica that the batch may start."""
+    if args.concurrency is not None:
+        return int(args.concurrency)
+    replicas = 1 if config is None else config.max_replicas or config.replicas or 1
+    return min(CONCURRENCY * replicas, MAX_CONCURRENCY)
 
 
 def _server_config(args: argparse.Namespace) -> Any:

@@ -49,6 +49,7 @@ SERVER_HELP = {
     "admin_without_key": "loopback: the admin routes need no key in requests from this machine, for trainers whose "
     "clients send none",
     "allow_priority": "let any client set priority; otherwise it requires an admin key",
+    "enable_kv_block_api": "turn on the admin routes /kv_blocks, which copy blocks of the KV cache out and in",
     "profile_folder": "folder for the traces of POST /profile/stop. None: profiling is off",
     "http_workers": "number of API worker processes; none: one per 4 processors, at most 4",
     "in_process": "run the engine in the server process",
@@ -69,6 +70,8 @@ SERVER_HELP = {
     "return_tokens_as_token_ids": "write tokens of logprobs as token_id:5, unless a request says otherwise",
     "enable_force_include_usage": "usage in each chunk of every stream of completions and chats, and at its end",
     "compat": "vllm: vLLM's metrics, /version, keys of responses and guided_* fields too",
+    "otlp_traces_endpoint": "address of an OpenTelemetry collector (OTLP over HTTP) for traces of requests; none: no "
+    "traces",
     "log_level": "log level",
     "log_format": "log format: lines of text or of JSON",
 }
@@ -143,7 +146,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "replicas": ("replicas", "max_replicas", "target_requests"),
     "access": (
         "allow_unauthenticated", "admin_key_file", "admin_without_key", "allow_priority", "profile_folder",
-        "trust_request_chat_template",
+        "trust_request_chat_template", "enable_kv_block_api",
     ),
     "limits": (
         "max_waiting", "max_body_bytes", "max_total_body_bytes", "max_body_items", "max_sequences_per_request",
@@ -155,7 +158,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "enable_force_include_usage", "compat", "generation_config", "enable_return_hidden_states",
         "enable_return_routed_experts", "logprobs_mode", "score_tokens", "score_template", "seed",
     ),
-    "logging": ("log_level", "log_format", "progress"),
+    "logging": ("log_level", "log_format", "otlp_traces_endpoint", "progress"),
     "model": ("device", "load_format", "quantization", "kv_cache_dtype", "cpu_weight_format", "num_threads", "kernels"),
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "kv_events_config",

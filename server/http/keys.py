@@ -31,7 +31,7 @@ OPEN_PATHS = frozenset(
 OPEN_PREFIXES = ("/chat/", "/docs/")  # the files of these pages
 # The second part lists the routes of server/routes/trainer.py; some names begin with others.
 ADMIN_PREFIXES = (
-    "/graphs/", "/weights/", "/profile/", "/server_info", "/get_server_info",
+    "/graphs/", "/weights/", "/profile/", "/kv_blocks", "/server_info", "/get_server_info",
     "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
     "/start_weight_update", "/finish_weight_update", "/update_weight", "/weight_info", "/weight_checker",
     "/init_weight", "/destroy_weights_update_group", "/get_weights_by_name", "/get_world_size", "/get_model_info",

@@ -20,6 +20,8 @@ from server.http.sender import REQUEST_ID
 
 UNCOUNTED_BYTES = 256 * 1024  # of a body: parsing as many takes up to 10 ms
 _ITEM_BYTES = b',:"[{'
+BINARY_PATHS = frozenset({"/kv_blocks/import"})  # routes whose bodies are bytes
+BINARY = "application/octet-stream"
 DISCARD_BYTES = 64 * 1024 * 1024  # read and discarded of a refused body, so that the client receives the error
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -90,8 +92,8 @@ class BodyLimit:
     """Read bodies up to `max_bytes` within `seconds`, all of them together within a budget.
 
     Refuses a larger body and one of more than `max_items` items with 413, a slow one with 408, one without room with
-    503, and one that is compressed or not declared as JSON with 415. The body counts until its route calls
-    `state["upload"].release`, or its request is over.
+    503, and one that is compressed or not declared as JSON, or as bytes for BINARY_PATHS, with 415. The body counts
+    until its route calls `state["upload"].release`, or its request is over.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_items: int, budget: BodyBudget, seconds: float):
@@ -109,7 +111,9 @@ class BodyLimit:
                 body = await self._read(receive, upload)
                 if body is None:  # the client disconnected while sending
                     return
-                if body:
+                if body and scope["path"] in BINARY_PATHS:
+                    _check_content_type(headers, BINARY)
+                elif body:
                     _check_content_type(headers)
                     _check_items(body, self.max_items)
             except WireError as refusal:
@@ -181,8 +185,8 @@ async def _discard(receive: Receive, seconds: float) -> None:
                 size += len(message["body"])
 
 
-def _check_content_type(headers: Headers) -> None:
-    """Refuse a body that is not declared as JSON, or as compressed."""
+def _check_content_type(headers: Headers, wanted: str = "application/json") -> None:
+    """Refuse a body that is not declared as `wanted`, or as compressed. Other kinds of JSON count as JSON."""
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise WireError(
@@ -190,13 +194,12 @@ def _check_content_type(headers: Headers) -> None:
             code="unsupported_media_type",
         )  # fmt: skip
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type == "application/json" or (
-        content_type.startswith("application/") and content_type.endswith("+json")
-    ):
+    is_json = content_type.startswith("application/") and content_type.endswith("+json")
+    if content_type == wanted or (wanted == "application/json" and is_json):
         return
     found = content_type[:80] or "none"
     raise WireError(
-        415, f"the body's content type is {found}; send Content-Type: application/json", code="unsupported_media_type"
+        415, f"the body's content type is {found}; send Content-Type: {wanted}", code="unsupported_media_type"
     )
 
 

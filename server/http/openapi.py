@@ -114,8 +114,9 @@ def _describe(app: FastAPI) -> None:
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
-                    if body := operation.get("requestBody"):
-                        body["content"]["application/json"]["example"] = _example(path, app.state.config)
+                    content = operation.get("requestBody", {}).get("content", {})
+                    if json_body := content.get("application/json"):
+                        json_body["example"] = _example(path, app.state.config)
                     if path.startswith(ADMIN_PREFIXES):
                         operation["security"] = [{"admin_key": []}]
                     elif path not in OPEN_PATHS:

@@ -34,6 +34,8 @@ REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": _COMPLETION["prompt"], "options": {"num_predict": 16}, "stream": False},
     "/api/show": {},
     "/weights/update": {"path": "/models/step-1", "version": "step-1"},
+    "/kv_blocks/lookup": {"block_hashes": [7412938650198273645]},
+    "/kv_blocks/export": {"block_hashes": [7412938650198273645]},
     "/pause": {"mode": "keep"},
     "/resume": {},
     "/flush_cache": {},

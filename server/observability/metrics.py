@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
@@ -40,10 +40,21 @@ class _Job(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
-class RequestMetrics:
-    """Request latencies as clients see them, and finish reasons, summed over all API workers."""
+class _Traces(Protocol):
+    """What makes spans: returns what to call when a job has ended."""
 
-    def __init__(self, counters: SharedCounters):
+    def watch(self, job: Any) -> Callable[[RequestWatch], None]: ...
+
+
+class RequestMetrics:
+    """Request latencies as clients see them, and finish reasons, summed over all API workers.
+
+    `tracing` makes spans of the requests too; None: there are no traces.
+    """
+
+    def __init__(self, counters: SharedCounters, tracing: _Traces | None = None):
+        self.tracing = tracing
+
         def histogram(name: str, text: str, bounds: Sequence[float]) -> SharedHistogram:
             return SharedHistogram(counters, name, text, bounds)
 
@@ -116,7 +127,7 @@ class RequestMetrics:
     def watch(self, job: _Job) -> RequestWatch:
         """Return a RequestWatch for one job."""
         self.prompt_tokens.observe(job.prompt_tokens)
-        return RequestWatch(self, job)
+        return RequestWatch(self, job, None if self.tracing is None else self.tracing.watch(job))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
@@ -141,14 +152,27 @@ class RequestMetrics:
             yield from one.collect()
 
 
+class SequenceTimes(NamedTuple):
+    """When a sequence was scheduled, after seconds in the queue, and its first and last token by time.perf_counter."""
+
+    number: int
+    queue_seconds: float
+    first: float | None
+    last: float | None
+    num_tokens: int
+
+
 class RequestWatch:
     """Measure the latencies of one job's sequences.
 
-    Call `observe_deltas` as deltas arrive, then `close`, whether the job finished, failed or was aborted.
+    Call `observe_deltas` as deltas arrive, then `close`, whether the job finished, failed or was aborted. `on_close`
+    is called then, once.
     """
 
-    def __init__(self, metrics: RequestMetrics, job: _Job):
-        self._metrics, self._started = metrics, job.started
+    def __init__(
+        self, metrics: RequestMetrics, job: _Job, on_close: Callable[[RequestWatch], None] | None = None
+    ):  # fmt: skip
+        self._metrics, self.started, self._on_close = metrics, job.started, on_close
         self._prompt_tokens, self._max_tokens, self._n = job.prompt_tokens, job.max_tokens, job.params.n
         self._cached: dict[int, int] = {}
         self._closed = False
@@ -183,25 +207,25 @@ class RequestWatch:
 
     def _observe_tokens(self, index: int, count: int, now: float) -> None:
         if self.first_token_seconds is None:
-            self.first_token_seconds = now - self._started
+            self.first_token_seconds = now - self.started
         if index in self._last:
             self._metrics.inter_token.observe((now - self._last[index]) / count)
         else:
             self._first[index] = now
-            self._metrics.first_token.observe(now - self._started)
+            self._metrics.first_token.observe(now - self.started)
         self._last[index] = now
         self._tokens[index] = self._tokens.get(index, 0) + count
 
     def _observe_finish(self, index: int, reason: str, now: float) -> None:
         self._unfinished.discard(index)
         self._metrics.ended.add(reason)
-        self._metrics.e2e_latency.observe(now - self._started)
+        self._metrics.e2e_latency.observe(now - self.started)
         tokens = self._tokens.get(index, 0)
         self._metrics.generation_tokens.observe(tokens)
         self._metrics.max_tokens.observe(self._max_tokens)
         self._metrics.computed_prompt_tokens.observe(self._prompt_tokens - self._cached.get(index, 0))
         if tokens:
-            prefill = self._first[index] - self._started - self._queued.get(index, 0.0)
+            prefill = self._first[index] - self.started - self._queued.get(index, 0.0)
             decode = self._last[index] - self._first[index]
             self._metrics.prefill_time.observe(prefill)
             self._metrics.decode_time.observe(decode)
@@ -218,6 +242,17 @@ class RequestWatch:
             self._closed = True
             self._metrics.n.observe(self._n)
             self._metrics.most_tokens.observe(max(self._tokens.values(), default=0))
+            if self._on_close is not None:
+                self._on_close(self)
+
+    def sequences(self) -> list[SequenceTimes]:
+        """Return the times of the sequences that were scheduled."""
+        return [
+            SequenceTimes(
+                index, seconds, self._first.get(index), self._last.get(index), self._tokens.get(index, 0)
+            )
+            for index, seconds in self._queued.items()
+        ]  # fmt: skip
 
 
 def response_counts(counters: SharedCounters) -> SharedCounter:

@@ -35,6 +35,7 @@ _NOT_SHARED = (
     "/start_weight_update", "/finish_weight_update", "/init_weight", "/collective_rpc", "/destroy_weights_update_group",
     "/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_ipc",
 )  # fmt: skip
+KV_BLOCKS = "/kv_blocks"
 FROM_DISK = "load weights from files with /weights/update, or generate with engine.integrations.rollout_pool"
 
 
@@ -86,8 +87,13 @@ def is_command(method: str, path: str) -> bool:
 
 
 def refuse_unshared(path: str, body: Any) -> None:
-    """Raise WireError 501 for a command that changes weights in a way that later replicas can't repeat."""
+    """Raise WireError 501 for a command to one engine: about its KV blocks, or weights that others can't load later."""
     sent = body if isinstance(body, Mapping) else {}
+    if path.startswith(KV_BLOCKS):
+        raise WireError(
+            501, f"{path} over several replicas: each has its KV cache; name one in the header X-Encore-Replica",
+            type="not_implemented_error", code="not_implemented",
+        )  # fmt: skip
     is_reset = path == "/weight_checker" and sent.get("action") == "reset"
     if path.startswith(_NOT_SHARED) or is_reset or (path == "/update_weights" and _has_tensors(sent)):
         what = f"{path} with action=reset" if is_reset else path

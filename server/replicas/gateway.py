@@ -33,6 +33,7 @@ from server.http.streaming import ClientDisconnected, until_disconnect
 from server.keys import Keys
 from server.observability.logs import set_up_logging
 from server.observability.shared_counters import SharedCounters
+from server.observability.tracing import TraceRequests, Tracing
 from server.pages import page
 from server.replicas.affinity import affinity_of
 from server.replicas.answers import RESPONSES_PATH, Answer, broken_stream, merged, merged_metrics
@@ -69,8 +70,49 @@ class Gateway:
         self._commands = commands
         self._is_draining = False
         self._unanswered = 0
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint, "gateway")
+        self._app = self._with_middleware()
+
+    async def __del__(self) -> None:
+        """Send the spans that are left. Serve calls it."""
+        tracing = getattr(self, "_tracing", None)  # missing if __init__ has failed
+        if tracing is not None:
+            await tracing.close()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application for Serve's proxy."""
+        return self._app
+
+    async def post(self, path: str, body: Mapping[str, Any], key: str = "") -> tuple[int, Any]:
+        """Answer a POST request of a program that has Serve's handle, as over HTTP. Return its status and its JSON.
+
+        `key`: an API key, if requests need one. A streamed response is not JSON: leave `stream` out of the body.
+        """
+        content = json.dumps(body).encode()
+        sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(content))}
+        if key:
+            sent["authorization"] = f"Bearer {key}"
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": self._config.root_path + path, "raw_path": (self._config.root_path + path).encode(),
+            "query_string": b"", "root_path": "", "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
+            "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
+        }  # fmt: skip
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
+        whole = _Whole()
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()  # the caller does not leave
+            raise AssertionError("unreachable")
+
+        await self._app(scope, receive, whole.send)
+        answer = whole.answer()
+        return answer.status, json.loads(answer.body)
+
+    def _with_middleware(self) -> ASGIApp:
         """Return the application with the middleware that it shares with a server of one process."""
         config = self._config
         app: ASGIApp = self._answer
@@ -80,6 +122,8 @@ class Gateway:
         )  # fmt: skip
         app = KeyMiddleware(app, keys=self._keys, local_admin=config.admin_without_key == "loopback")
         app = RequestIds(app)
+        if self._tracing is not None:
+            app = TraceRequests(app, self._tracing)
         app = CloseWhenDraining(_leave_request_id_out(app), is_draining=lambda: self._is_draining)
         return RootPath(app, prefix=config.root_path) if config.root_path else app
 

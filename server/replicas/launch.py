@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusTrigger
 
 from engine.errors import EngineDead
 from engine.utils.processes.signals import STOP_SIGNALS
@@ -95,11 +96,26 @@ def _deploy(app: serve.Application, stops: _StopSignals) -> DeploymentHandle | N
     while not done.wait(POLL_SECONDS):
         if stops.count:
             return None
-    if isinstance(handles[0], Exception):
+    if not isinstance(handles[0], Exception):
+        return handles[0]
+    while (reason := _why_failed()) is None:  # Serve replaces a replica that was killed during the start
         found = serve.status().applications[APPLICATION]
-        reasons = [one.message for one in found.deployments.values() if one.message] or [found.message]
-        raise EngineDead(f"the replicas do not start: {_last_line(reasons[0])}") from handles[0]
-    return handles[0]
+        if found.status == ApplicationStatus.RUNNING:
+            return serve.get_app_handle(APPLICATION)
+        if stops.wait(POLL_SECONDS):
+            return None
+    raise EngineDead(f"the replicas do not start: {_last_line(reason)}") from handles[0]
+
+
+def _why_failed() -> str | None:
+    """Return why the application can't start; None if it can: at most, replicas that had started have ended."""
+    found = serve.status().applications[APPLICATION]
+    failed = [one for one in found.deployments.values() if one.status == DeploymentStatus.DEPLOY_FAILED]
+    if any(one.status_trigger != DeploymentStatusTrigger.HEALTH_CHECK_FAILED for one in failed):
+        return next((one.message for one in failed if one.message), found.message)
+    if failed or found.status in (ApplicationStatus.RUNNING, ApplicationStatus.DEPLOYING, ApplicationStatus.UNHEALTHY):
+        return None
+    return found.message
 
 
 def _last_line(message: str) -> str:

@@ -539,6 +539,36 @@ class IsSleeping(Answer):
     is_sleeping: bool
 
 
+class KVBlock(Answer):
+    """A block of the KV cache, and where it is: GPU, CPU or DISK."""
+
+    block_hash: int
+    group_idx: int
+    mediums: list[str]
+
+
+class KVBlocksFound(Answer):
+    """The blocks that are held."""
+
+    blocks: list[KVBlock]
+
+
+class KVBlockList(KVBlocksFound):
+    """Form and number of the blocks: tokens of a block, its bytes, the weights' version, and blocks by medium."""
+
+    block_size: int
+    block_bytes: int
+    weight_version: str
+    num_blocks: dict[str, int]
+
+
+class KVBlocksImported(Answer):
+    """Number of blocks that are new, and of those that were held already."""
+
+    imported: int
+    present: int
+
+
 class Aborted(Answer):
     """Number of requests that were aborted."""
 

@@ -204,6 +204,7 @@ OF_BODY = {
         "name": "Hugging Face name of a tensor",
         "truncate_size": "number of rows to return",
     },
+    "KVBlocksBody": {"block_hashes": "hashes of blocks, as KV events publish them"},
     "WeightsBody": {
         "path": "a safetensors file or folder on the server's host",
         "version": "name of the new weights",

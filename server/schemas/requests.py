@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from engine.errors import RequestError
+from engine.protocol.kv_blocks import MAX_HASHES
 from engine.protocol.request import SamplingParams
 from engine.protocol.sampling_params import (
     INT64_MAX,
@@ -136,6 +137,7 @@ Content = Annotated[Any, BeforeValidator(_content), WithJsonSchema(_TEXT_OR_PART
 Text = Annotated[str, AfterValidator(_encodable)]
 # An 8 MB body has millions of items. Only the first error is reported; building one per item would take 5 GB.
 FAIL_FAST = Field(fail_fast=True)
+BlockHash = Annotated[int, Field(ge=0, lt=2**64)]
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS // 2 - 8), AfterValidator(_encodable)] | None
 Role = Annotated[str, Field(max_length=64), AfterValidator(_encodable)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -707,3 +709,11 @@ class WeightsBody(Wire):
 
     path: Annotated[Text, Field(min_length=1, max_length=4096)]
     version: Annotated[Text, Field(min_length=1, max_length=256)]
+
+
+class KVBlocksBody(Wire):
+    """Body of POST /kv_blocks/lookup and /kv_blocks/export: hashes of blocks, as KV events publish them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    block_hashes: Annotated[list[BlockHash], Field(min_length=1, max_length=MAX_HASHES), FAIL_FAST]

@@ -13,6 +13,7 @@ from server.serving.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from engine.client.async_client import Client
+    from server.observability.tracing import Tracing
 
 
 class Service(Lifecycle):
@@ -20,10 +21,10 @@ class Service(Lifecycle):
 
     def __init__(
         self, client: Client, config: ServerConfig, counters: SharedCounters | None = None,
-        start_time: float | None = None,
+        start_time: float | None = None, tracing: Tracing | None = None,
     ):  # fmt: skip
         super().__init__(client, config, counters, start_time)
-        self.metrics = RequestMetrics(self.counters)
+        self.metrics = RequestMetrics(self.counters, tracing)
         self.admission = Admission(self, self.metrics.refused)
         self.jobs = Jobs(self, self.metrics, self.admission.outputs)
         self.unread_hints: set[str] = set()  # that the log has named

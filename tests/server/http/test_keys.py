@@ -32,7 +32,8 @@ INFERENCE = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/model
                  "copy", "delete", "blobs/{digest}",
              )),
              "/v1/nothing")  # fmt: skip
-CONTROL = ("/graphs/warm", "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
+CONTROL = ("/kv_blocks", "/kv_blocks/lookup", "/kv_blocks/export", "/kv_blocks/import", "/graphs/warm",
+           "/graphs/invalidate", "/graphs/recapture", "/weights/update", "/profile/start",
            "/profile/stop", "/server_info", "/get_server_info", *(f"/{name}" for name in """
            pause resume is_paused abort_requests reset_prefix_cache pause_generation continue_generation abort_request
            flush_cache start_weight_update update_weights finish_weight_update update_weight_version weight_info

@@ -15,6 +15,7 @@ from server.config import ServerConfig
 pytest.importorskip("ray", reason="replicas run on Ray")
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
+from server.http.errors import WireError  # noqa: E402
 from server.replicas import application  # noqa: E402
 from server.replicas.commands import Command, CommandLog, newer, refuse_unshared  # noqa: E402
 
@@ -104,3 +105,10 @@ def test_weights_that_a_later_replica_cannot_repeat_are_refused(path, body):
 @pytest.mark.parametrize("body", [{"update_info": {"weight_dir": "/w"}}, {"weight_dir": "/w"}])
 def test_weights_from_files_are_shared(body):
     refuse_unshared("/update_weights", body)
+
+
+@pytest.mark.parametrize("path", ["/kv_blocks", "/kv_blocks/lookup", "/kv_blocks/export", "/kv_blocks/import"])
+def test_blocks_of_the_kv_cache_need_the_name_of_a_replica(path):
+    with pytest.raises(WireError, match=f"{path} over several replicas: .* X-Encore-Replica") as refused:
+        refuse_unshared(path, {})
+    assert refused.value.status == 501

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig
 from tests.soak.serving import Serving, command_of, serving
+from tests.support.collector import Collector, collecting
 
 pytest.importorskip("ray", reason="replicas run on Ray")
 ADMIN = {"Authorization": "Bearer admin-key"}
@@ -35,10 +37,24 @@ def admin_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, admin_keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def collector() -> Iterator[Collector | None]:
+    """A collector of traces, if their packages are installed."""
+    if importlib.util.find_spec("opentelemetry.exporter") is None:
+        yield None
+        return
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Path, admin_keys: Path, collector: Collector | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     """Two replicas, shared by the tests of this file. Every test leaves two running, with the same weights."""
     folder = tmp_path_factory.mktemp("replicas")
     flags = (*FLAGS, "--replicas", "2", "--max-model-len", "2048", "--admin-key-file", str(admin_keys))
+    if collector is not None:
+        flags = (*flags, "--otlp-traces-endpoint", collector.url)
     with serving(tiny_model, folder / "server.log", *flags) as handle:
         wait(lambda: len(replicas(handle)) == 2, "two replicas")
         yield handle
@@ -139,6 +155,31 @@ def test_metrics_and_status_have_every_replica(server):
     lost = httpx.get(server.url + "/v1/models", headers={REPLICA: "nobody"}, timeout=30)
     assert lost.status_code == 503
     assert "nobody" in lost.json()["error"]["message"]
+
+
+def test_a_trace_has_the_gateway_the_replica_and_the_engine(server, collector):
+    if collector is None:
+        pytest.skip("traces need the extra otel")
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    body = {"prompt": "red fox", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"traceparent": f"00-{trace}-{parent}-01"}
+    answer = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+    def mine(spans):
+        return [one for one in spans if one.trace_id == trace]
+
+    spans = mine(collector.wait(lambda spans: len(mine(spans)) >= 6))
+    by_scope = {(one.scope, one.name): one for one in spans}
+    assert len(by_scope) == len(spans) == 6
+    gateway = by_scope["encore.gateway", "POST"]
+    replica = by_scope["encore.server", "POST /v1/completions"]
+    request = by_scope["encore.engine", "llm_request"]
+    assert (gateway.parent_id, replica.parent_id, request.parent_id) == (parent, gateway.span_id, replica.span_id)
+    for name in ("queue", "prefill", "decode"):
+        assert by_scope["encore.engine", name].parent_id == request.span_id
+    assert gateway.attributes["encore.request_id"] == replica.attributes["encore.request_id"]
+    assert gateway.start <= replica.start <= replica.end <= gateway.end
 
 
 def test_every_replica_reads_stored_responses(server):
