@@ -46,7 +46,7 @@ LEVELS = {"avx512_bf16": (*_AVX512, "-mavx512bf16"), "avx512": _AVX512, "avx2": 
 _lock = threading.Lock()
 
 
-class _Unavailable(Exception):
+class KernelsUnavailable(Exception):
     """The kernels can't be compiled or loaded; the message says why."""
 
 
@@ -78,15 +78,20 @@ def _load_once() -> bool:
         logger.debug("CPU kernels of PyTorch: %s", f"{SWITCH}=off" if switch == "off" else "no AVX2 or AVX-512")
         return False
     try:
-        _load(level, os.path.join(cache_folder(), "kernels"))
-    except _Unavailable as reason:
+        load_kernels(level, os.path.join(cache_folder(), "kernels"))
+    except KernelsUnavailable as reason:
         logger.warning("CPU kernels of PyTorch, which are slower: %s", reason)
         return False
     return True
 
 
-def _load(level: str, folder: str) -> None:
-    """Load the kernels of a level from the folder, compiling them first if they aren't there."""
+def load_kernels(level: str, folder: str) -> None:
+    """Load the kernels of a level from the folder, compiling them first if they aren't there.
+
+    Raises KernelsUnavailable that says why they can't be used.
+    """
+    if hasattr(torch.ops.encore_cpu, "int4_linear"):
+        raise KernelsUnavailable("others are loaded in this process")  # registering them twice would end it
     compiler = _find_compiler()
     key = hashlib.sha256("\0".join([*_version(compiler), *_command(compiler, level)]).encode() + SOURCE.read_bytes())
     path = os.path.join(folder, f"cpu-{level}-{key.hexdigest()[:24]}.so")
@@ -96,13 +101,13 @@ def _load(level: str, folder: str) -> None:
             _compile(compiler, level, path)
         _require_private(path, is_folder=False)
     except OSError as error:
-        raise _Unavailable(f"can't store compiled ones in {folder}: {error.strerror or error}") from error
+        raise KernelsUnavailable(f"can't store compiled ones in {folder}: {error.strerror or error}") from error
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise _Unavailable(f"can't load {path}; delete it: {error}") from error
+        raise KernelsUnavailable(f"can't load {path}; delete it: {error}") from error
     if not _computes():
-        raise _Unavailable(f"{path} gives wrong results on this CPU; delete it")
+        raise KernelsUnavailable(f"{path} gives wrong results on this CPU; delete it")
 
 
 def _find_compiler() -> list[str]:
@@ -112,7 +117,7 @@ def _find_compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     names = f"CXX={shlex.join(chosen)}, which is not installed" if chosen else f"none of {', '.join(COMPILERS)}"
-    raise _Unavailable(f"no C++ compiler to build the faster ones (found {names}); install g++")
+    raise KernelsUnavailable(f"no C++ compiler to build the faster ones (found {names}); install g++")
 
 
 def _version(compiler: list[str]) -> tuple[str, str]:
@@ -120,7 +125,7 @@ def _version(compiler: list[str]) -> tuple[str, str]:
     try:
         found = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise _Unavailable(f"{shlex.join(compiler)} --version failed: {error}") from error
+        raise KernelsUnavailable(f"{shlex.join(compiler)} --version failed: {error}") from error
     return found.stdout.decode(errors="replace"), torch.__version__
 
 
@@ -146,11 +151,11 @@ def _compile(compiler: list[str], level: str, path: str) -> None:
         except subprocess.CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
             line = next((line for line in lines if "error" in line), lines[-1])
-            raise _Unavailable(f"{compiler[0]} can't compile the faster ones: {line}") from error
+            raise KernelsUnavailable(f"{compiler[0]} can't compile the faster ones: {line}") from error
         except (OSError, subprocess.SubprocessError) as error:
-            raise _Unavailable(f"{compiler[0]} can't compile the faster ones: {error}") from error
+            raise KernelsUnavailable(f"{compiler[0]} can't compile the faster ones: {error}") from error
         if not os.path.exists(partial):
-            raise _Unavailable(f"{compiler[0]} succeeded without compiling the faster ones")
+            raise KernelsUnavailable(f"{compiler[0]} succeeded without compiling the faster ones")
         os.chmod(partial, 0o600)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
@@ -164,7 +169,7 @@ def _compile(compiler: list[str], level: str, path: str) -> None:
 def _require_private(path: str, *, is_folder: bool) -> None:
     """Require that only this user could have written the code at `path`; create a folder with mode 0700.
 
-    Raises _Unavailable for a link, another owner, or a mode that lets others write: loading the file runs its code.
+    Raises KernelsUnavailable for a link, another owner, or a mode that lets others write: loading a file runs its code.
     """
     if is_folder:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -186,7 +191,7 @@ def _require_private(path: str, *, is_folder: bool) -> None:
         else None
     )
     if problem:
-        raise _Unavailable(f"{path} {problem}, so its code is not trusted; delete it")
+        raise KernelsUnavailable(f"{path} {problem}, so its code is not trusted; delete it")
 
 
 def _computes() -> bool:
@@ -211,7 +216,7 @@ def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tenso
 
 
 def int8_rows(ids: Tensor, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
-    """Return rows ids int64 [T] of an 8-bit W [N, inputs] in bfloat16 [T, inputs]. Raises RuntimeError for other ids."""
+    """Return rows ids int64 [T] of an 8-bit W [N, inputs] in bfloat16 [T, inputs]. Raises RuntimeError for bad ids."""
     out = torch.empty(ids.shape[0], inputs, dtype=torch.bfloat16)
     torch.ops.encore_cpu.int8_rows(out, ids.contiguous(), codes, scales)
     return out

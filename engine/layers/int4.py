@@ -1,6 +1,6 @@
 """Linear layers with 4-bit weights in groups of 32 inputs, for CPUs: weight = scale * (code - 8) + zero.
 
-Weights are packed exactly from GGUF codes or quantised (lossy) from dense weights. Activations are bfloat16. The kernels
+Weights are packed exactly from GGUF codes or quantised (lossy) from dense weights. Activations are bfloat16. Kernels
 read scales and zeros in bfloat16 too, so a weight's error is at most 2^-9 of the magnitude of the scale and zero.
 """
 
