@@ -1,4 +1,5 @@
-// GEMMs for few rows with quantised weights on a CPU, as PyTorch operations in the namespace encore_cpu.
+// GEMMs for few rows with quantised weights, and decode attention over pages, on a CPU, as PyTorch operations in the
+// namespace encore_cpu.
 //
 // cpu_library.py compiles this file on the machine that runs it, against PyTorch's stable ABI. GEMMs compute
 // 16 outputs in the 16 lanes of a vector and accumulate over the inputs in float32, in one order that depends neither on
@@ -71,6 +72,10 @@ struct Floats {
   static Floats from_float16(const char* from) {
     return Floats(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
   }
+  static Floats from_bfloat16(const uint16_t* from) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+  }
   static Floats low_bfloat16(const char* pairs) {
     return Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16)));
   }
@@ -104,6 +109,11 @@ struct Floats {
   static Floats from_float16(const char* from) {
     return {_mm256_cvtph_ps(half_integers(from)), _mm256_cvtph_ps(half_integers(from + 16))};
   }
+  static __m256 widened(const uint16_t* from) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  static Floats from_bfloat16(const uint16_t* from) { return {widened(from), widened(from + 8)}; }
   static __m256 low(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
   static __m256 high(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000))));
@@ -126,6 +136,29 @@ struct Floats {
 #else
 #error the flags must choose AVX2 or AVX-512
 #endif
+
+inline float total(Floats values) {
+  float lanes[LANES];
+  values.store(lanes);
+  for (int64_t half = LANES / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// e^x for x <= 0, to 2^-22 of it: 2^n by the exponent's bits, 2^f for |f| <= 1/2 by its series.
+inline float exponential(float x) {
+  constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const float power = std::max(x * 1.44269504f, -126.0f), rounded = power + ROUND;
+  const float f = (power - (rounded - ROUND)) * 0.69314718f;
+  const float series = 1 + f * (1 + f * (0.5f + f * (1.f / 6 + f * (1.f / 24 + f * (1.f / 120 + f * (1.f / 720))))));
+  int32_t bits, n;
+  std::memcpy(&bits, &series, sizeof(bits));
+  std::memcpy(&n, &rounded, sizeof(n));
+  bits += int32_t(uint32_t(n) << 23);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
 
 void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(std::string("encore_cpu: ") + what);
@@ -162,13 +195,9 @@ struct Rows {
       float* row = &values[m * inputs];
       for (int64_t k = 0; k < inputs; k++) row[k] = to_float(x[m][k]);
       for (int64_t g = 0; g < inputs / GROUP; g++) {
-        float lanes[LANES];
         Floats both = Floats::load(row + g * GROUP);
         both.add_product(Floats::load(row + g * GROUP + LANES), 1.0f);
-        both.store(lanes);
-        for (int64_t half = LANES / 2; half > 0; half /= 2)
-          for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-        sums[m * (inputs / GROUP) + g] = lanes[0];
+        sums[m * (inputs / GROUP) + g] = total(both);
       }
     }
   }
@@ -341,16 +370,133 @@ void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
   }
 }
 
+// Heads [T, heads, D] bfloat16 of a projection: the heads of a row are contiguous.
+struct Heads {
+  const uint16_t* data;
+  int64_t rows, heads, size, stride;
+
+  Heads(const Tensor& tensor, const char* what) {
+    require(tensor.dim() == 3 && tensor.scalar_type() == ScalarType::BFloat16 && tensor.is_cpu() &&
+                tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2), what);
+    data = static_cast<const uint16_t*>(tensor.data_ptr());
+    rows = tensor.size(0), heads = tensor.size(1), size = tensor.size(2), stride = tensor.stride(0);
+  }
+};
+
+// Attend with M queries of one KV head to the keys and values at `places`, offsets in the pages of `length` tokens.
+template <int M>
+void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, const std::vector<int64_t>& places,
+            int64_t size, float scale, std::vector<float>& scratch, uint16_t* out) {
+  const int64_t length = places.size();
+  scratch.resize(M * (length + size));
+  float *queries = scratch.data() + M * length, *scores = scratch.data(), sums[M];
+  for (int64_t i = 0; i < M * size; i++) queries[i] = to_float(q[i]) * scale;
+  for (int64_t t = 0; t < length; t++) {
+    Floats products[M];
+    for (int64_t d = 0; d < size; d += LANES) {
+      const Floats key = Floats::from_bfloat16(keys + places[t] + d);
+      for (int m = 0; m < M; m++) products[m].add_product(key, Floats::load(queries + m * size + d));
+    }
+    for (int m = 0; m < M; m++) scores[m * length + t] = total(products[m]);
+  }
+  for (int m = 0; m < M; m++) {
+    float *row = scores + m * length, highest = row[0];
+    for (int64_t t = 1; t < length; t++) highest = std::max(highest, row[t]);
+    for (int64_t t = 0; t < length; t++) row[t] = exponential(row[t] - highest);
+    sums[m] = 0;
+    for (int64_t t = 0; t < length; t++) sums[m] += row[t];
+  }
+  for (int64_t d = 0; d < size; d += LANES) {
+    Floats mixed[M];
+    for (int64_t t = 0; t < length; t++) {
+      const Floats value = Floats::from_bfloat16(values + places[t] + d);
+      for (int m = 0; m < M; m++) mixed[m].add_product(value, scores[m * length + t]);
+    }
+    for (int m = 0; m < M; m++) {
+      float results[LANES];
+      mixed[m].store(results);
+      for (int64_t i = 0; i < LANES; i++) out[m * size + d + i] = to_bfloat16(results[i] / sums[m]);
+    }
+  }
+}
+
+// Append k and v [T, KV, D] to pages [pages, page size, KV, D], each row at its position of its sequence's page table,
+// and attend: out [T, H * D] for q [T, H, D]. tables [entries, P], rows and positions [T] int64. A window of 0: none.
+void paged_decode(Tensor out, Tensor k_pages, Tensor v_pages, Tensor q, Tensor k, Tensor v, Tensor tables, Tensor rows,
+                  Tensor positions, double scale, int64_t window) {
+  const Matrix to(out, ScalarType::BFloat16, "out must be a bfloat16 matrix with contiguous rows");
+  const Matrix table(tables, ScalarType::Long, "page tables must be an int64 matrix with contiguous rows");
+  const Heads queries(q, "q must be bfloat16 heads"), new_keys(k, "k must be bfloat16 heads");
+  const Heads new_values(v, "v must be bfloat16 heads");
+  const int64_t count = queries.rows, size = queries.size, kv_heads = new_keys.heads;
+  require(k_pages.dim() == 4 && k_pages.size(2) == kv_heads && k_pages.size(3) == size, "k doesn't fit its pages");
+  const int64_t pages = k_pages.size(0), page_size = k_pages.size(1), width = kv_heads * size;
+  auto* keys = (uint16_t*)dense(k_pages, ScalarType::BFloat16, pages * page_size * width, "pages of keys");
+  auto* values = (uint16_t*)dense(v_pages, ScalarType::BFloat16, pages * page_size * width, "pages of values");
+  const auto* entries = (const int64_t*)dense(rows, ScalarType::Long, count, "rows don't fit q");
+  const auto* places = (const int64_t*)dense(positions, ScalarType::Long, count, "positions don't fit q");
+  require(size % LANES == 0 && kv_heads > 0 && queries.heads % kv_heads == 0 && to.rows == count &&
+              to.columns == queries.heads * size && new_keys.rows == count && new_values.rows == count &&
+              new_values.heads == kv_heads && new_values.size == size && new_keys.size == size && window >= 0,
+          "sizes of out, q, k and v don't fit each other");
+  const auto place_of = [&](int64_t row, int64_t position) {
+    const int64_t* entry = reinterpret_cast<const int64_t*>(table.data) + entries[row] * table.stride;
+    return (entry[position / page_size] * page_size + position % page_size) * width;
+  };
+  const auto first_of = [&](int64_t row) { return window ? std::max<int64_t>(0, places[row] + 1 - window) : 0; };
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < count; i++) {
+    require(entries[i] >= 0 && entries[i] < table.rows, "a row without a page table");
+    require(places[i] >= 0 && places[i] < table.columns * page_size, "a position beyond its page table");
+    const int64_t* entry = reinterpret_cast<const int64_t*>(table.data) + entries[i] * table.stride;
+    for (int64_t page = first_of(i) / page_size; page <= places[i] / page_size; page++)
+      require(entry[page] >= 0 && entry[page] < pages, "a page that doesn't exist");
+    tokens += places[i] + 1 - first_of(i);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    std::memcpy(keys + place_of(i, places[i]), new_keys.data + i * new_keys.stride, 2 * width);
+    std::memcpy(values + place_of(i, places[i]), new_values.data + i * new_values.stride, 2 * width);
+  }
+  const int64_t group = queries.heads / kv_heads, tasks = count * kv_heads;
+  const int64_t grain = std::max<int64_t>(1, GRAIN * tasks / (2 * tokens * queries.heads * size + 1));
+  torch::stable::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<int64_t> offsets;
+    thread_local std::vector<float> scratch;
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t i = task / kv_heads, head = task % kv_heads;
+      offsets.clear();
+      for (int64_t t = first_of(i); t <= places[i]; t++) offsets.push_back(place_of(i, t) + head * size);
+      for (int64_t first = head * group; first < (head + 1) * group;) {
+        const uint16_t* from = queries.data + i * queries.stride + first * size;
+        uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + i * to.stride + first * size;
+        const auto some = [&](auto number) {
+          attend<number()>(from, keys, values, offsets, size, float(scale), scratch, target);
+          first += number();
+        };
+        const int64_t left = (head + 1) * group - first;
+        if (left >= 4) some(std::integral_constant<int, 4>{});
+        else if (left == 3) some(std::integral_constant<int, 3>{});
+        else if (left == 2) some(std::integral_constant<int, 2>{});
+        else some(std::integral_constant<int, 1>{});
+      }
+    }
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(encore_cpu, m) {
   m.def("int4_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> ()");
   m.def("int8_linear(Tensor(a!) out, Tensor x, Tensor codes, Tensor scales) -> ()");
   m.def("int8_rows(Tensor(a!) out, Tensor ids, Tensor codes, Tensor scales) -> ()");
+  m.def(
+      "paged_decode(Tensor(a!) out, Tensor(b!) k_pages, Tensor(c!) v_pages, Tensor q, Tensor k, Tensor v, "
+      "Tensor tables, Tensor rows, Tensor positions, float scale, int window) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(encore_cpu, CPU, m) {
   m.impl("int4_linear", TORCH_BOX(&int4_linear));
   m.impl("int8_linear", TORCH_BOX(&int8_linear));
   m.impl("int8_rows", TORCH_BOX(&int8_rows));
+  m.impl("paged_decode", TORCH_BOX(&paged_decode));
 }

@@ -222,5 +222,28 @@ def int8_rows(ids: Tensor, codes: Tensor, scales: Tensor, inputs: int) -> Tensor
     return out
 
 
+def paged_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Append k and v [b, KV, D] to bfloat16 pages and attend with q [b, H, D], D a multiple of 16: return [b, H * D].
+
+    Row i is at positions[i] of the sequence whose pages are tables[rows[i]]; a position that several rows have keeps
+    the last row's. Reads as many keys as a row has. Raises RuntimeError for pages and positions that don't exist.
+    """
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.bfloat16)
+    q, k, v = (one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (q, k, v))
+    torch.ops.encore_cpu.paged_decode(out, k_pages, v_pages, q, k, v, tables, rows, positions, scale, window or 0)
+    return out
+
+
 def _with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
