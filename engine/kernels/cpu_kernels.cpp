@@ -41,6 +41,7 @@ constexpr int64_t TILE = 8;  // rows of x whose sums are in registers at a time
 constexpr int64_t TILE = 4;
 #endif
 constexpr int64_t GRAIN = 1 << 16;  // weights for which a thread is worth its start
+constexpr int64_t AHEAD = 4096;     // bytes of codes to prefetch: a tenth faster than the CPU's own choice
 
 inline float to_float(uint16_t bfloat16) {
   const uint32_t bits = uint32_t(bfloat16) << 16;
@@ -220,6 +221,7 @@ inline void int4_block(const Rows& rows, const char* packed, const char* scales,
   for (int64_t g = 0; g < groups; g++, scales += 4 * LANES) {
     Floats part[M];
     for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, packed += 4 * LANES) {
+      _mm_prefetch(packed + AHEAD, _MM_HINT_T0);
 #if ENCORE_BFLOAT16_PAIRS
       const __m512i words = _mm512_loadu_si512(packed);
       const auto add = [&](__m512i shifted, int64_t first) {
@@ -259,6 +261,7 @@ inline void int8_block(const Rows& rows, const char* codes, const char* scales, 
   for (int64_t first = 0; first < rows.inputs; first += GROUP, scales += 2 * LANES) {
     Floats part[M];
     for (int64_t k = first; k < first + GROUP; k++, codes += LANES) {
+      if (k % 4 == 0) _mm_prefetch(codes + AHEAD, _MM_HINT_T0);
       const Floats values = Floats::from_int8(codes);
       for (int m = 0; m < M; m++) part[m].add_product(values, rows.values[m * rows.inputs + k]);
     }
