@@ -181,9 +181,9 @@ def _store_head_in_8_bits(model: Decoder, stored_in_8_bits: Callable[[str], bool
     if not fits or not stored_in_8_bits(tensor) or not cpu_kernels_loaded():
         return False
     table = Int8Table(config.vocab_size, config.hidden_size)
-    model.lm_head = Int8Head(table)
+    model.add_module("lm_head", Int8Head(table))
     if config.tie_word_embeddings:
-        model.embedding = Int8Embedding(table)
+        model.add_module("embedding", Int8Embedding(table))
     return True
 
 
