@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
-from engine.layers.int4_layout import GROUP, int4_layout
+from engine.layers.int4_layout import GROUP, TORCH_LAYOUT, Int4Layout, int4_layout
 from engine.layers.weight_method import Stored, WeightMethod
 
 ROW_MULTIPLE = 16
@@ -28,12 +28,16 @@ DENSE_ABOVE = 16
 
 
 def int4_available() -> bool:
-    """Return whether this torch and CPU have a fast 4-bit kernel, by running it once."""
+    """Return whether this torch and CPU have a fast 4-bit kernel. Nothing is compiled if torch has one."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
+    return _computes(TORCH_LAYOUT) or (int4_layout() is not TORCH_LAYOUT and _computes(int4_layout()))
+
+
+def _computes(layout: Int4Layout) -> bool:
+    """Return whether the kernel of a layout runs here and gives the right product."""
     codes = torch.arange(ROW_MULTIPLE * GROUP).view(ROW_MULTIPLE, GROUP).remainder(16).to(torch.uint8)
     scale = torch.full((ROW_MULTIPLE, 1), 0.5, dtype=torch.float32)
-    layout = int4_layout()
     scales = torch.empty(layout.scales_shape(ROW_MULTIPLE, GROUP), dtype=torch.bfloat16)
     layout.write_scales(scales, 0, torch.stack((scale, scale), dim=-1))
     try:

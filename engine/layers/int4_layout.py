@@ -112,9 +112,9 @@ class CompiledLayout:
         return int4_linear(x, packed, scales, bias)
 
 
-_TORCH, _COMPILED = TorchLayout(), CompiledLayout()
+TORCH_LAYOUT, COMPILED_LAYOUT = TorchLayout(), CompiledLayout()
 
 
 def int4_layout() -> Int4Layout:
     """Return the layout of this process: the compiled kernel's if it is loaded."""
-    return _COMPILED if cpu_kernels_loaded() else _TORCH
+    return COMPILED_LAYOUT if cpu_kernels_loaded() else TORCH_LAYOUT
