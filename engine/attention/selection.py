@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.cache_spec import PagedSpec
+from engine.attention.compiled import CompiledBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.errors import ConfigError
@@ -15,10 +16,10 @@ from engine.errors import ConfigError
 def backends() -> tuple[type[AttentionBackend], ...]:
     """Return the backends that can be imported here, the fastest first."""
     if not torch.cuda.is_available():
-        return (SdpaBackend,)
+        return (CompiledBackend, SdpaBackend)
     from engine.attention.triton import TritonBackend  # triton is installed only with CUDA
 
-    return (TritonBackend, SdpaBackend)
+    return (TritonBackend, CompiledBackend, SdpaBackend)
 
 
 def choose_backend(

@@ -30,9 +30,9 @@ _MAX_DIMS = 4
 _MAX_ITEMS = 2**22  # of an array; the largest of known models has 514,906 merges
 END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))  # of text, turn and message
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-Q4_1 = 3
+Q4_1, Q8_0 = 3, 8
 _BLOCK_SIZE = 32
-_Q4_1_BLOCK_BYTES = 20
+_Q4_1_BLOCK_BYTES, _Q8_0_BLOCK_BYTES = 20, 34
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,14 @@ class GGUFFile:
         # The low nibbles of a block's 16 bytes are its first 16 values, the high nibbles its last 16.
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(blocks.shape[0], -1)
         return codes, scale_and_min[:, :, 0].contiguous(), scale_and_min[:, :, 1].contiguous()
+
+    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a Q8_0 matrix as codes int8 [N, K] and d float16 [N, K/32], where w = d * code."""
+        import torch
+
+        blocks = self._blocks(name, Q8_0, _Q8_0_BLOCK_BYTES)
+        codes = blocks[:, :, 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1)
+        return codes, blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2)
 
     def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
         """Return a copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.gguf_file import END_TOKENS, Q4_1, GGUFFile
+from engine.checkpoint.gguf_file import END_TOKENS, Q4_1, Q8_0, GGUFFile
 from engine.checkpoint.gguf_keys import ArchitectureKeys
 from engine.checkpoint.gguf_rope import rope_scaling
 from engine.errors import ModelError
@@ -202,6 +202,10 @@ class GGUFModel:
         """Return whether weight `name` is stored as Q4_1, so that `q4_1` can return its codes."""
         return name in self._sources and self.file.info(self._sources[name]).type_id == Q4_1
 
+    def is_q8_0(self, name: str) -> bool:
+        """Return whether weight `name` is stored as Q8_0, so that `q8_0` can return its codes."""
+        return name in self._sources and self.file.info(self._sources[name]).type_id == Q8_0
+
     def is_mostly_4bit(self) -> bool:
         """Return whether most tensors are Q4_1, which the int4 kernel represents exactly, code by code."""
         return sum(map(self.is_q4_1, self.names())) * 2 > len(self.file.tensors)
@@ -218,6 +222,11 @@ class GGUFModel:
             return parts
         codes, scale, low = parts
         return codes[order], scale[order], low[order]
+
+    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one Q8_0 weight by Hugging Face name, as GGUFFile.q8_0 does, with rows in rotate-half order."""
+        parts, order = self.file.q8_0(self._sources[name]), self._row_order(name)
+        return parts if order is None else (parts[0][order], parts[1][order])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight as (Hugging Face name, float32 tensor), dequantised one at a time."""

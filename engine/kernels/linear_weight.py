@@ -29,7 +29,8 @@ consecutive columns, and kernels need no exchange between threads."""
 class LinearWeight(NamedTuple):
     """The weight W [outputs, inputs] of a linear layer, as stored.
 
-    - `format`: one of PLAIN_FORMATS' values, one of CODES_PER_BYTE's names, or "cpu_int4" (engine/layers/int4.py).
+    - `format`: one of PLAIN_FORMATS' values, one of CODES_PER_BYTE's names, "cpu_int4" or "cpu_int8"
+      (engine/layers/int4.py and int8_table.py).
     - `weight`: W itself in a plain format; the packed codes in a quantised one.
     - `scale`: scales in the layout of a quantised format; None in a plain one. For CODES_PER_BYTE's formats, W is
       (code - zero) * scale, with scales [outputs / r, inputs / c], each for r rows and c columns.

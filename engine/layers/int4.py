@@ -1,7 +1,7 @@
 """Linear layers with 4-bit weights in groups of 32 inputs, for CPUs: weight = scale * (code - 8) + zero.
 
-Weights are packed exactly from GGUF codes or quantised (lossy) from dense weights. Activations are bfloat16. The kernel
-needs scales and zeros in bfloat16 too, so a weight's error is at most 2^-9 of the magnitude of the scale and zero.
+Weights are packed exactly from GGUF codes or quantised (lossy) from dense weights. Activations are bfloat16. Kernels
+read scales and zeros in bfloat16 too, so a weight's error is at most 2^-9 of the magnitude of the scale and zero.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.int4_layout import GROUP, TORCH_LAYOUT, Int4Layout, int4_layout
 from engine.layers.weight_method import Stored, WeightMethod
 
-GROUP = 32
 ROW_MULTIPLE = 16
-_PACK_BLOCK_ROWS = 64  # blocks of this many rows are packed independently (32 under AVX2)
 
 # The 4-bit kernel reads a quarter of the bytes but multiplies slowly: it is up to 4 times faster for few rows, while
 # dense bfloat16 is faster from about a dozen rows, by 10 times at 512. A layer with a dense copy uses it above this
@@ -29,13 +28,20 @@ DENSE_ABOVE = 16
 
 
 def int4_available() -> bool:
-    """Return whether this torch and CPU have a fast 4-bit kernel, by running it once."""
+    """Return whether this torch and CPU have a fast 4-bit kernel. Nothing is compiled if torch has one."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
+    return _computes(TORCH_LAYOUT) or (int4_layout() is not TORCH_LAYOUT and _computes(int4_layout()))
+
+
+def _computes(layout: Int4Layout) -> bool:
+    """Return whether the kernel of a layout runs here and gives the right product."""
     codes = torch.arange(ROW_MULTIPLE * GROUP).view(ROW_MULTIPLE, GROUP).remainder(16).to(torch.uint8)
     scale = torch.full((ROW_MULTIPLE, 1), 0.5, dtype=torch.float32)
+    scales = torch.empty(layout.scales_shape(ROW_MULTIPLE, GROUP), dtype=torch.bfloat16)
+    layout.write_scales(scales, 0, torch.stack((scale, scale), dim=-1))
     try:
-        out = _int4_product(torch.ones(1, GROUP, dtype=torch.bfloat16), pack_codes(codes), pack_scales(scale, scale))
+        out = layout.product(torch.ones(1, GROUP, dtype=torch.bfloat16), layout.pack(codes), scales, None)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     expected = (scale * (codes.float() - 8) + scale).sum(dim=1)
@@ -45,16 +51,6 @@ def int4_available() -> bool:
 def fits_int4(rows: int, inputs: int) -> bool:
     """Return whether the kernel supports a weight [rows, inputs]."""
     return rows % ROW_MULTIPLE == 0 and inputs % GROUP == 0
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """Pack codes 0..15, uint8 [N, K], in the kernel's layout: uint8 [N, K / 2]."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
-
-
-def pack_scales(scale: Tensor, zero: Tensor) -> Tensor:
-    """Pack scale and zero [N, K / 32] in the kernel's layout: bfloat16 [K / 32, N, 2]."""
-    return torch.stack((scale, zero), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,10 +75,6 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (groups * scale.float().unsqueeze(2) + zero.float().unsqueeze(2)).view(codes.shape)
 
 
-def _int4_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
-
-
 class Int4Weight(WeightMethod):
     """4-bit W [outputs, inputs] on a CPU: the buffers `packed` and `scales` of a bfloat16 layer.
 
@@ -101,7 +93,8 @@ class Int4Weight(WeightMethod):
             )
         rows, inputs = shape
         layer.register_buffer("packed", torch.empty(rows, inputs // 2, dtype=torch.uint8))
-        layer.register_buffer("scales", torch.empty(inputs // GROUP, rows, 2, dtype=torch.bfloat16))
+        scales = torch.empty(int4_layout().scales_shape(rows, inputs), dtype=torch.bfloat16)
+        layer.register_buffer("scales", scales)
         layer.weight = None
         if self.keep_dense:
             layer.weight = nn.Parameter(torch.empty(rows, inputs, dtype=torch.bfloat16), requires_grad=False)
@@ -109,11 +102,10 @@ class Int4Weight(WeightMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.weight is not None and x.shape[0] > self.dense_above:
             return F.linear(x, layer.weight, bias)
-        out = _int4_product(x, layer.packed, layer.scales)
-        return out if bias is None else out.add_(bias)
+        return int4_layout().product(x, layer.packed, layer.scales, bias)
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        """Return the weight as kernels read it, in the layouts of `pack_codes` and `pack_scales`."""
+        """Return the weight as kernels read it, in the layout of this process."""
         return LinearWeight(layer.packed, "cpu_int4", layer.scales)
 
     def slots(self, layer: Any, start: int, rows: int, expert: int | None = None) -> dict[str, Stored]:
@@ -125,44 +117,41 @@ def load_codes(layer: Any, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
 
     codes uint8 [N, K] in 0..15, scale and zero [N, K / 32] of any float dtype.
     """
-    with torch.no_grad():
-        layer.packed.copy_(pack_codes(codes))
-        layer.scales.copy_(pack_scales(scale, zero))
-        if layer.weight is not None:
-            layer.weight.copy_(dequantize(codes, scale, zero))
+    _store(layer, 0, codes, scale, zero)
 
 
 def load_dense(layer: Any, weight: Tensor, row: int = 0) -> None:
     """Quantise `weight` [rows, K] (lossy) into rows of a 4-bit layer starting at `row`, in place.
 
-    Other rows are unchanged. Packing interleaves rows within blocks of 64. If the rows don't cover whole blocks, all
-    codes are read back and repacked.
+    Other rows are unchanged. With a dense copy, its rows get the dequantised weight, so that both kernels use the same
+    values after an update.
     """
-    end, outputs = row + weight.shape[0], layer.packed.shape[0]
+    _store(layer, row, *quantize(weight))
+
+
+def _store(layer: Any, row: int, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    """Set rows of a 4-bit layer. Packing mixes rows within blocks: partial ones are read back and packed again."""
+    layout, end, outputs = int4_layout(), row + codes.shape[0], layer.packed.shape[0]
     with torch.no_grad():
-        codes, scale, zero = quantize(weight)
-        if row % _PACK_BLOCK_ROWS == 0 and (end % _PACK_BLOCK_ROWS == 0 or end == outputs):
-            layer.packed[row:end].copy_(pack_codes(codes))
+        if row % layout.block_rows == 0 and (end % layout.block_rows == 0 or end == outputs):
+            layer.packed[row:end].copy_(layout.pack(codes))
         else:
-            all_codes = unpack_codes(layer)
+            all_codes = layout.unpack(layer.packed)
             all_codes[row:end] = codes
-            layer.packed.copy_(pack_codes(all_codes))
-        layer.scales[:, row:end].copy_(pack_scales(scale, zero))
+            layer.packed.copy_(layout.pack(all_codes))
+        layout.write_scales(layer.scales, row, torch.stack((scale, zero), dim=-1))
         if layer.weight is not None:
-            # store the dequantised weight, so that both kernels use the same values after an update
             layer.weight[row:end].copy_(dequantize(codes, scale, zero))
 
 
 def unpack_codes(layer: Any) -> Tensor:
-    """Return the codes of a layer, uint8 [N, K], by multiplying with the identity (exact: they are small integers)."""
-    ones, zeros = torch.ones_like(layer.scales[..., 0]).T, torch.zeros_like(layer.scales[..., 0]).T
-    identity = torch.eye(2 * layer.packed.shape[1], dtype=torch.bfloat16)
-    return _int4_product(identity, layer.packed, pack_scales(ones, zeros)).T.add(8).to(torch.uint8).contiguous()
+    """Return the codes of a layer, uint8 [N, K]."""
+    return int4_layout().unpack(layer.packed)
 
 
 def effective_weight(layer: Any) -> Tensor:
     """Return the weight that the 4-bit kernel uses, as a new float32 tensor [N, K]."""
-    return dequantize(unpack_codes(layer), layer.scales[..., 0].T, layer.scales[..., 1].T)
+    return dequantize(unpack_codes(layer), *int4_layout().read_scales(layer.scales).unbind(dim=-1))
 
 
 class Int4Slot:

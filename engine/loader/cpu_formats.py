@@ -13,8 +13,11 @@ from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
+from engine.kernels.cpu_library import cpu_kernels_loaded
 from engine.layers.float32_table import Float32Embedding, Float32Head
 from engine.layers.int4 import Int4Weight, fits_int4, int4_available, load_codes
+from engine.layers.int8_table import GROUP as INT8_GROUP
+from engine.layers.int8_table import Int8Embedding, Int8Head, Int8Slot, Int8Table
 from engine.layers.linear import Linear
 from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.models import Decoder, ModelConfig, build_model, config_from_dict
@@ -93,8 +96,8 @@ def load_gguf(
     """Load a GGUF file into a new model on `device`.
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
-    format, Q4_1 matrices are converted code by code; all other tensors are dequantised exactly and rounded to the
-    dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
+    format, Q4_1 matrices, and a Q8_0 head with its embedding, are converted code by code; all other tensors are
+    dequantised exactly and rounded to the dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
     """
     source = GGUFModel(open_gguf(path))
     config = config_from_dict(source.config, path)
@@ -107,7 +110,9 @@ def load_gguf(
     loaded: set[str] = set()
     model: Model
     if chosen == "int4":
-        model = build_int4_model(config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1)
+        model = build_int4_model(
+            config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1, stored_in_8_bits=source.is_q8_0
+        )
         loaded = _fill_codes(model, source, progress)
     else:
         model = build_model(config, torch_dtype, device, max_len)
@@ -138,13 +143,16 @@ def build_int4_model(
     parallel: TensorParallel = SINGLE_RANK,
     *,
     stored_in_4_bits: Callable[[str], bool] = lambda name: True,
+    stored_in_8_bits: Callable[[str], bool] = lambda name: False,
     keep_dense: bool | None = None,
 ) -> Decoder:
     """Create an uninitialised model on the CPU whose projections are stored in 4 bits, where their shapes allow it.
 
     Writing to their slots quantises (lossy). `stored_in_4_bits` tells which checkpoint tensors qualify; a fused
-    projection needs all of its parts. Embedding and head are not quantised; the head gets float32 storage. `keep_dense`
-    None: decide by KEEP_DENSE_BYTES. Raises ModelError for a model with experts or that is not a Decoder.
+    projection needs all of its parts. Embedding and head are not quantised further than in the checkpoint: a head, and
+    the embedding if it is tied to it, that `stored_in_8_bits` names keeps 8 bits if the kernels are compiled; another
+    head gets float32 storage. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises ModelError for a model with experts
+    or that is not a Decoder.
     """
     if config.num_experts:
         raise ModelError(
@@ -160,9 +168,23 @@ def build_int4_model(
 
     model = build_model(config, dtype, "cpu", max_len, parallel, choose)
     assert isinstance(model, Decoder)  # else build_model refuses the methods
-    if parallel.size == 1:
+    if parallel.size == 1 and not _store_head_in_8_bits(model, stored_in_8_bits):
         _store_head_in_float32(model)
     return model
+
+
+def _store_head_in_8_bits(model: Decoder, stored_in_8_bits: Callable[[str], bool]) -> bool:
+    """Replace the head, and the embedding if it is tied to it, by empty ones in 8 bits; return whether that is done."""
+    config = model.config
+    tensor = f"{config.names.embedding}.weight" if config.tie_word_embeddings else f"{config.names.head}.weight"
+    fits = config.hidden_size % INT8_GROUP == 0 and not config.head_bias and model.dtype == torch.bfloat16
+    if not fits or not stored_in_8_bits(tensor) or not cpu_kernels_loaded():
+        return False
+    table = Int8Table(config.vocab_size, config.hidden_size)
+    model.add_module("lm_head", Int8Head(table))
+    if config.tie_word_embeddings:
+        model.add_module("embedding", Int8Embedding(table))
+    return True
 
 
 def _store_head_in_float32(model: Decoder) -> None:
@@ -181,7 +203,7 @@ def _store_head_in_float32(model: Decoder) -> None:
 
 
 def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = None) -> set[str]:
-    """Fill every 4-bit projection with the codes of a file; return the names of the loaded weights.
+    """Fill every 4-bit projection and 8-bit table with the codes of a file; return the names of the loaded weights.
 
     Each thread converts separate projections. Threads that share the many small operations of a conversion wait for
     each other after each one: beside another busy process, 12 s instead of 0.6 s for 135M parameters.
@@ -201,6 +223,10 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
         load_codes(layer, codes, scale, low + 8 * scale)
 
     loaded: set[str] = set()
+    for name, slot in model.weight_slots().items():
+        if isinstance(slot, Int8Slot):
+            slot.table.store(*source.q8_0(name))
+            loaded.add(name)
     total = len(source.names())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of each operation

@@ -19,7 +19,16 @@ from server.config import ServerConfig
 
 PREFIX = "ENCORE_"
 # Variables that are not settings: used elsewhere, or too secret for a flag.
-NOT_SETTINGS = frozenset({"ENCORE_CACHE", "ENCORE_CONFIG", "ENCORE_API_KEYS", "ENCORE_API_KEY", "ENCORE_ADMIN_KEYS"})
+NOT_SETTINGS = frozenset(
+    {
+        "ENCORE_CACHE",
+        "ENCORE_CONFIG",
+        "ENCORE_CPU_KERNELS",
+        "ENCORE_API_KEYS",
+        "ENCORE_API_KEY",
+        "ENCORE_ADMIN_KEYS",
+    }
+)
 # Kubernetes sets these variables in every container if a Service is named encore, ENCORE_PORT among them.
 _KUBERNETES_NAME = re.compile(r"ENCORE_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")

@@ -8,6 +8,7 @@ import torch
 from engine.errors import ModelError
 from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
 from engine.layers.int4 import dequantize, effective_weight, int4_available, unpack_codes
+from engine.layers.int4_layout import int4_layout
 from engine.loader.cpu_formats import build_int4_model
 from engine.loader.weights import load_dummy
 from engine.models import Decoder, build_model, config_from_dict
@@ -50,8 +51,8 @@ def test_a_quantised_weight_is_refused_by_layer_and_format() -> None:
     layer, storage = model.tensors().layer(0), model.layers[0].attn.qkv
     assert layer.qkv.format == "cpu_int4" and head.format == "fp32"
     assert layer.qkv.weight is storage.packed and layer.qkv.scale is storage.scales
-    scale, zero = layer.qkv.scale.unbind(-1)
-    assert torch.equal(dequantize(unpack_codes(storage), scale.T, zero.T), effective_weight(storage))
+    scale, zero = int4_layout().read_scales(layer.qkv.scale).unbind(-1)
+    assert torch.equal(dequantize(unpack_codes(storage), scale, zero), effective_weight(storage))
     assert {"qkv", "qkv.scale", "q_norm"} <= dict(layer.named_tensors()).keys()
     with pytest.raises(ModelError, match="qkv of layer 0 stores its weight in format 'cpu_int4'; .* fp32, bf16, fp16"):
         require_formats(model.tensors(), PLAIN)

@@ -1,0 +1,505 @@
+// GEMMs for few rows with quantised weights, and decode attention over pages, on a CPU, as PyTorch operations in the
+// namespace encore_cpu.
+//
+// cpu_library.py compiles this file on the machine that runs it, against PyTorch's stable ABI. GEMMs compute
+// 16 outputs in the 16 lanes of a vector and accumulate over the inputs in float32, in one order that depends neither on
+// the number of rows nor on the number of threads: a row's result is the same bits in any batch.
+//
+// The compiler's flags choose the form: AVX-512 with or without BF16, or AVX2.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define ENCORE_BFLOAT16_PAIRS 1
+#else
+#define ENCORE_BFLOAT16_PAIRS 0
+#endif
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t LANES = 16;  // outputs of a block
+constexpr int64_t GROUP = 32;  // inputs that share a scale
+#if defined(__AVX512F__)
+constexpr int64_t TILE = 8;  // rows of x whose sums are in registers at a time
+#else
+constexpr int64_t TILE = 4;
+#endif
+constexpr int64_t GRAIN = 1 << 16;  // weights for which a thread is worth its start
+constexpr int64_t AHEAD = 4096;     // bytes of codes to prefetch: a tenth faster than the CPU's own choice
+
+inline float to_float(uint16_t bfloat16) {
+  const uint32_t bits = uint32_t(bfloat16) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Round to the nearest bfloat16, ties to even; a NaN stays one.
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16) | 0x40;
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// 16 float32 numbers, and how they are made of 16 stored ones. `codes<j>` are the j-th 4 bits of 16 words, less 8.
+#if defined(__AVX512F__)
+struct Floats {
+  __m512 v;
+
+  Floats() : v(_mm512_setzero_ps()) {}
+  explicit Floats(__m512 v) : v(v) {}
+  static Floats load(const float* from) { return Floats(_mm512_loadu_ps(from)); }
+  static Floats from_int8(const char* from) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return Floats(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+  }
+  static Floats from_float16(const char* from) {
+    return Floats(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  }
+  static Floats from_bfloat16(const uint16_t* from) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)));
+  }
+  static Floats low_bfloat16(const char* pairs) {
+    return Floats(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16)));
+  }
+  static Floats high_bfloat16(const char* pairs) {
+    const __m512i high = _mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(int32_t(0xffff0000)));
+    return Floats(_mm512_castsi512_ps(high));
+  }
+  template <int J>
+  static Floats codes(const char* words) {
+    const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return Floats(_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), 4 * J), table));
+  }
+  void add_product(Floats a, Floats b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
+  void add_product(Floats a, float b) { v = _mm512_fmadd_ps(a.v, _mm512_set1_ps(b), v); }
+  void store(float* to) const { _mm512_storeu_ps(to, v); }
+};
+#elif defined(__AVX2__)
+struct Floats {
+  __m256 a, b;
+
+  Floats() : a(_mm256_setzero_ps()), b(_mm256_setzero_ps()) {}
+  Floats(__m256 a, __m256 b) : a(a), b(b) {}
+  static __m256i integers(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static __m128i half_integers(const char* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+  static Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  static Floats from_int8(const char* from) {
+    const __m128i bytes = half_integers(from);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+  }
+  static Floats from_float16(const char* from) {
+    return {_mm256_cvtph_ps(half_integers(from)), _mm256_cvtph_ps(half_integers(from + 16))};
+  }
+  static __m256 widened(const uint16_t* from) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
+  static Floats from_bfloat16(const uint16_t* from) { return {widened(from), widened(from + 8)}; }
+  static __m256 low(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 high(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000))));
+  }
+  static Floats low_bfloat16(const char* pairs) { return {low(integers(pairs)), low(integers(pairs + 32))}; }
+  static Floats high_bfloat16(const char* pairs) { return {high(integers(pairs)), high(integers(pairs + 32))}; }
+  template <int J>
+  static __m256 half_codes(__m256i words) {
+    const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(words, 4 * J), _mm256_set1_epi32(15));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8)));
+  }
+  template <int J>
+  static Floats codes(const char* words) {
+    return {half_codes<J>(integers(words)), half_codes<J>(integers(words + 32))};
+  }
+  void add_product(Floats x, Floats y) { a = _mm256_fmadd_ps(x.a, y.a, a), b = _mm256_fmadd_ps(x.b, y.b, b); }
+  void add_product(Floats x, float y) { add_product(x, {_mm256_set1_ps(y), _mm256_set1_ps(y)}); }
+  void store(float* to) const { _mm256_storeu_ps(to, a), _mm256_storeu_ps(to + 8, b); }
+};
+#else
+#error the flags must choose AVX2 or AVX-512
+#endif
+
+inline float total(Floats values) {
+  float lanes[LANES];
+  values.store(lanes);
+  for (int64_t half = LANES / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// e^x for x <= 0, to 2^-22 of it: 2^n by the exponent's bits, 2^f for |f| <= 1/2 by its series.
+inline float exponential(float x) {
+  constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const float power = std::max(x * 1.44269504f, -126.0f), rounded = power + ROUND;
+  const float f = (power - (rounded - ROUND)) * 0.69314718f;
+  const float series = 1 + f * (1 + f * (0.5f + f * (1.f / 6 + f * (1.f / 24 + f * (1.f / 120 + f * (1.f / 720))))));
+  int32_t bits, n;
+  std::memcpy(&bits, &series, sizeof(bits));
+  std::memcpy(&n, &rounded, sizeof(n));
+  bits += int32_t(uint32_t(n) << 23);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("encore_cpu: ") + what);
+}
+
+struct Matrix {  // a 2-D tensor whose rows are contiguous
+  char* data;
+  int64_t rows, columns, stride;
+
+  Matrix(const Tensor& tensor, ScalarType type, const char* what) {
+    require(tensor.dim() == 2 && tensor.scalar_type() == type && tensor.is_cpu() &&
+                (tensor.stride(1) == 1 || tensor.size(1) <= 1), what);
+    data = static_cast<char*>(tensor.data_ptr());
+    rows = tensor.size(0), columns = tensor.size(1), stride = tensor.stride(0);
+  }
+};
+
+const char* dense(const Tensor& tensor, ScalarType type, int64_t numbers, const char* what) {
+  require(tensor.scalar_type() == type && tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == numbers, what);
+  return static_cast<const char*>(tensor.data_ptr());
+}
+
+// Rows of x as the kernels read them: bfloat16 as it is, float32 copies, and float32 sums over each group.
+struct Rows {
+  int64_t inputs;
+  const uint16_t* x[TILE];
+  std::vector<float> values, sums;
+
+  explicit Rows(int64_t inputs) : inputs(inputs), values(TILE * inputs), sums(TILE * inputs / GROUP) {}
+
+  void set(const Matrix& from, int64_t first, int64_t count) {
+    for (int64_t m = 0; m < count; m++) {
+      x[m] = reinterpret_cast<const uint16_t*>(from.data) + (first + m) * from.stride;
+      float* row = &values[m * inputs];
+      for (int64_t k = 0; k < inputs; k++) row[k] = to_float(x[m][k]);
+      for (int64_t g = 0; g < inputs / GROUP; g++) {
+        Floats both = Floats::load(row + g * GROUP);
+        both.add_product(Floats::load(row + g * GROUP + LANES), 1.0f);
+        sums[m * (inputs / GROUP) + g] = total(both);
+      }
+    }
+  }
+};
+
+// A group of a block of a 4-bit weight is 16 32-bit words, one an output, for each 8 inputs k: the low half of a word
+// has the codes of the even k, the high half those of the odd k, in order from the lowest 4 bits on.
+template <int M>
+inline void int4_block(const Rows& rows, const char* packed, const char* scales, Floats* sums) {
+  const int64_t groups = rows.inputs / GROUP;
+  for (int m = 0; m < M; m++) sums[m] = Floats();
+#if ENCORE_BFLOAT16_PAIRS
+  // vpermw ignores the high bits of an index but one: the table of codes less 8 in bfloat16 is there twice.
+  alignas(64) static constexpr uint16_t TABLE[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  const __m512i table = _mm512_load_si512(TABLE);
+#endif
+  for (int64_t g = 0; g < groups; g++, scales += 4 * LANES) {
+    Floats part[M];
+    for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, packed += 4 * LANES) {
+      _mm_prefetch(packed + AHEAD, _MM_HINT_T0);
+#if ENCORE_BFLOAT16_PAIRS
+      const __m512i words = _mm512_loadu_si512(packed);
+      const auto add = [&](__m512i shifted, int64_t first) {
+        const __m512bh codes = (__m512bh)_mm512_permutexvar_epi16(shifted, table);
+        for (int m = 0; m < M; m++) {
+          int32_t pair;
+          std::memcpy(&pair, rows.x[m] + first, sizeof(pair));
+          part[m].v = _mm512_dpbf16_ps(part[m].v, codes, (__m512bh)_mm512_set1_epi32(pair));
+        }
+      };
+      add(words, k);
+      add(_mm512_srli_epi16(words, 4), k + 2);
+      add(_mm512_srli_epi16(words, 8), k + 4);
+      add(_mm512_srli_epi16(words, 12), k + 6);
+#else
+      const auto add = [&](Floats codes, int64_t at) {
+        for (int m = 0; m < M; m++) part[m].add_product(codes, rows.values[m * rows.inputs + at]);
+      };
+      add(Floats::codes<0>(packed), k), add(Floats::codes<4>(packed), k + 1);
+      add(Floats::codes<1>(packed), k + 2), add(Floats::codes<5>(packed), k + 3);
+      add(Floats::codes<2>(packed), k + 4), add(Floats::codes<6>(packed), k + 5);
+      add(Floats::codes<3>(packed), k + 6), add(Floats::codes<7>(packed), k + 7);
+#endif
+    }
+    const Floats scale = Floats::low_bfloat16(scales), zero = Floats::high_bfloat16(scales);
+    for (int m = 0; m < M; m++) {
+      sums[m].add_product(scale, part[m]);
+      sums[m].add_product(zero, rows.sums[m * groups + g]);
+    }
+  }
+}
+
+// A group of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are exact in float32.
+template <int M>
+inline void int8_block(const Rows& rows, const char* codes, const char* scales, Floats* sums) {
+  for (int m = 0; m < M; m++) sums[m] = Floats();
+  for (int64_t first = 0; first < rows.inputs; first += GROUP, scales += 2 * LANES) {
+    Floats part[M];
+    for (int64_t k = first; k < first + GROUP; k++, codes += LANES) {
+      if (k % 4 == 0) _mm_prefetch(codes + AHEAD, _MM_HINT_T0);
+      const Floats values = Floats::from_int8(codes);
+      for (int m = 0; m < M; m++) part[m].add_product(values, rows.values[m * rows.inputs + k]);
+    }
+    const Floats scale = Floats::from_float16(scales);
+    for (int m = 0; m < M; m++) sums[m].add_product(scale, part[m]);
+  }
+}
+
+// Call block(rows of x, index of a block, sums) for each tile of rows and each block of 16 outputs, and write(row,
+// first output, its 16 sums) with the results. Threads share the blocks.
+template <class Block, class Write>
+void for_each_block(const Matrix& x, int64_t blocks, const Block& block, const Write& write) {
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (LANES * std::max<int64_t>(1, x.columns)));
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    thread_local std::optional<Rows> kept;
+    if (!kept || kept->inputs != x.columns) kept.emplace(x.columns);
+    Rows& rows = *kept;
+    for (int64_t first = 0; first < x.rows; first += TILE) {
+      const int64_t count = std::min(TILE, x.rows - first);
+      rows.set(x, first, count);
+      for (int64_t b = begin; b < end; b++) {
+        Floats sums[TILE];
+        switch (count) {
+          case 1: block(std::integral_constant<int, 1>{}, rows, b, sums); break;
+          case 2: block(std::integral_constant<int, 2>{}, rows, b, sums); break;
+          case 3: block(std::integral_constant<int, 3>{}, rows, b, sums); break;
+#if defined(__AVX512F__)
+          case 4: block(std::integral_constant<int, 4>{}, rows, b, sums); break;
+          case 5: block(std::integral_constant<int, 5>{}, rows, b, sums); break;
+          case 6: block(std::integral_constant<int, 6>{}, rows, b, sums); break;
+          case 7: block(std::integral_constant<int, 7>{}, rows, b, sums); break;
+#endif
+          default: block(std::integral_constant<int, TILE>{}, rows, b, sums);
+        }
+        for (int64_t m = 0; m < count; m++) {
+          float results[LANES];
+          sums[m].store(results);
+          write(first + m, b * LANES, results);
+        }
+      }
+    }
+  });
+}
+
+// out [M, N] bfloat16 = x [M, K] bfloat16 times the transposed 4-bit weight, plus bias [N] bfloat16.
+void int4_linear(Tensor out, Tensor x, Tensor packed, Tensor scales, std::optional<Tensor> bias) {
+  const Matrix from(x, ScalarType::BFloat16, "x must be a bfloat16 matrix with contiguous rows");
+  const Matrix to(out, ScalarType::BFloat16, "out must be a bfloat16 matrix with contiguous rows");
+  const int64_t inputs = from.columns, outputs = to.columns;
+  require(to.rows == from.rows && inputs % GROUP == 0 && outputs % LANES == 0, "sizes of x and out don't fit 4 bits");
+  const char* codes = dense(packed, ScalarType::Byte, outputs * inputs / 2, "packed codes don't fit x and out");
+  const char* pairs = dense(scales, ScalarType::BFloat16, outputs * inputs / GROUP * 2, "scales don't fit x and out");
+  const uint16_t* offsets = nullptr;
+  if (bias) {
+    const char* data = dense(*bias, ScalarType::BFloat16, outputs, "bias doesn't fit out");
+    offsets = reinterpret_cast<const uint16_t*>(data);
+  }
+  for_each_block(
+      from, outputs / LANES,
+      [&](auto count, const Rows& rows, int64_t b, Floats* sums) {
+        int4_block<count()>(rows, codes + b * LANES * inputs / 2, pairs + b * LANES * inputs / GROUP * 4, sums);
+      },
+      [&](int64_t row, int64_t first, float* sums) {
+        uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + row * to.stride + first;
+        if (offsets)
+          for (int64_t i = 0; i < LANES; i++) sums[i] += to_float(offsets[first + i]);
+        for (int64_t i = 0; i < LANES; i++) target[i] = to_bfloat16(sums[i]);
+      });
+}
+
+// out [M, N] float32 = x [M, K] bfloat16 times the transposed 8-bit weight, whose blocks may have more rows than N.
+void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales) {
+  const Matrix from(x, ScalarType::BFloat16, "x must be a bfloat16 matrix with contiguous rows");
+  const Matrix to(out, ScalarType::Float, "out must be a float32 matrix with contiguous rows");
+  const int64_t inputs = from.columns, outputs = to.columns, blocks = (outputs + LANES - 1) / LANES;
+  require(to.rows == from.rows && inputs % GROUP == 0, "sizes of x and out don't fit 8 bits");
+  const char* bytes = dense(codes, ScalarType::Char, blocks * LANES * inputs, "codes don't fit x and out");
+  const char* halves = dense(scales, ScalarType::Half, blocks * LANES * inputs / GROUP, "scales don't fit x and out");
+  for_each_block(
+      from, blocks,
+      [&](auto count, const Rows& rows, int64_t b, Floats* sums) {
+        int8_block<count()>(rows, bytes + b * LANES * inputs, halves + b * LANES * inputs / GROUP * 2, sums);
+      },
+      [&](int64_t row, int64_t first, float* sums) {
+        float* target = reinterpret_cast<float*>(to.data) + row * to.stride + first;
+        std::memcpy(target, sums, sizeof(float) * std::min(LANES, outputs - first));
+      });
+}
+
+// out [T, K] bfloat16 = the rows ids [T] int64 of an 8-bit weight.
+void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
+  const Matrix to(out, ScalarType::BFloat16, "out must be a bfloat16 matrix with contiguous rows");
+  const int64_t inputs = to.columns;
+  require(inputs > 0 && inputs % GROUP == 0, "the width of out doesn't fit 8 bits");
+  const auto* rows = reinterpret_cast<const int64_t*>(dense(ids, ScalarType::Long, to.rows, "ids don't fit out"));
+  const int64_t stored = codes.numel() / inputs;
+  const char* bytes = dense(codes, ScalarType::Char, stored * inputs, "codes don't fit out");
+  const char* halves = dense(scales, ScalarType::Half, stored * inputs / GROUP, "scales don't fit out");
+  for (int64_t t = 0; t < to.rows; t++) {
+    require(rows[t] >= 0 && rows[t] < stored, "index out of range");
+    const int64_t b = rows[t] / LANES, lane = rows[t] % LANES;
+    uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + t * to.stride;
+    for (int64_t g = 0; g < inputs / GROUP; g++) {
+      float scale[LANES];
+      Floats::from_float16(halves + 2 * LANES * (b * inputs / GROUP + g)).store(scale);
+      for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k++)
+        target[k] = to_bfloat16(scale[lane] * float(int8_t(bytes[(b * inputs + k) * LANES + lane])));
+    }
+  }
+}
+
+// Heads [T, heads, D] bfloat16 of a projection: the heads of a row are contiguous.
+struct Heads {
+  const uint16_t* data;
+  int64_t rows, heads, size, stride;
+
+  Heads(const Tensor& tensor, const char* what) {
+    require(tensor.dim() == 3 && tensor.scalar_type() == ScalarType::BFloat16 && tensor.is_cpu() &&
+                tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2), what);
+    data = static_cast<const uint16_t*>(tensor.data_ptr());
+    rows = tensor.size(0), heads = tensor.size(1), size = tensor.size(2), stride = tensor.stride(0);
+  }
+};
+
+// Attend with M queries of one KV head to the keys and values at `places`, offsets in the pages of `length` tokens.
+template <int M>
+void attend(const uint16_t* q, const uint16_t* keys, const uint16_t* values, const std::vector<int64_t>& places,
+            int64_t size, float scale, std::vector<float>& scratch, uint16_t* out) {
+  const int64_t length = places.size();
+  scratch.resize(M * (length + size));
+  float *queries = scratch.data() + M * length, *scores = scratch.data(), sums[M];
+  for (int64_t i = 0; i < M * size; i++) queries[i] = to_float(q[i]) * scale;
+  for (int64_t t = 0; t < length; t++) {
+    Floats products[M];
+    for (int64_t d = 0; d < size; d += LANES) {
+      const Floats key = Floats::from_bfloat16(keys + places[t] + d);
+      for (int m = 0; m < M; m++) products[m].add_product(key, Floats::load(queries + m * size + d));
+    }
+    for (int m = 0; m < M; m++) scores[m * length + t] = total(products[m]);
+  }
+  for (int m = 0; m < M; m++) {
+    float *row = scores + m * length, highest = row[0];
+    for (int64_t t = 1; t < length; t++) highest = std::max(highest, row[t]);
+    for (int64_t t = 0; t < length; t++) row[t] = exponential(row[t] - highest);
+    sums[m] = 0;
+    for (int64_t t = 0; t < length; t++) sums[m] += row[t];
+  }
+  for (int64_t d = 0; d < size; d += LANES) {
+    Floats mixed[M];
+    for (int64_t t = 0; t < length; t++) {
+      const Floats value = Floats::from_bfloat16(values + places[t] + d);
+      for (int m = 0; m < M; m++) mixed[m].add_product(value, scores[m * length + t]);
+    }
+    for (int m = 0; m < M; m++) {
+      float results[LANES];
+      mixed[m].store(results);
+      for (int64_t i = 0; i < LANES; i++) out[m * size + d + i] = to_bfloat16(results[i] / sums[m]);
+    }
+  }
+}
+
+// Append k and v [T, KV, D] to pages [pages, page size, KV, D], each row at its position of its sequence's page table,
+// and attend: out [T, H * D] for q [T, H, D]. tables [entries, P], rows and positions [T] int64. A window of 0: none.
+void paged_decode(Tensor out, Tensor k_pages, Tensor v_pages, Tensor q, Tensor k, Tensor v, Tensor tables, Tensor rows,
+                  Tensor positions, double scale, int64_t window) {
+  const Matrix to(out, ScalarType::BFloat16, "out must be a bfloat16 matrix with contiguous rows");
+  const Matrix table(tables, ScalarType::Long, "page tables must be an int64 matrix with contiguous rows");
+  const Heads queries(q, "q must be bfloat16 heads"), new_keys(k, "k must be bfloat16 heads");
+  const Heads new_values(v, "v must be bfloat16 heads");
+  const int64_t count = queries.rows, size = queries.size, kv_heads = new_keys.heads;
+  require(k_pages.dim() == 4 && k_pages.size(2) == kv_heads && k_pages.size(3) == size, "k doesn't fit its pages");
+  const int64_t pages = k_pages.size(0), page_size = k_pages.size(1), width = kv_heads * size;
+  auto* keys = (uint16_t*)dense(k_pages, ScalarType::BFloat16, pages * page_size * width, "pages of keys");
+  auto* values = (uint16_t*)dense(v_pages, ScalarType::BFloat16, pages * page_size * width, "pages of values");
+  const auto* entries = (const int64_t*)dense(rows, ScalarType::Long, count, "rows don't fit q");
+  const auto* places = (const int64_t*)dense(positions, ScalarType::Long, count, "positions don't fit q");
+  require(size % LANES == 0 && kv_heads > 0 && queries.heads % kv_heads == 0 && to.rows == count &&
+              to.columns == queries.heads * size && new_keys.rows == count && new_values.rows == count &&
+              new_values.heads == kv_heads && new_values.size == size && new_keys.size == size && window >= 0,
+          "sizes of out, q, k and v don't fit each other");
+  const auto place_of = [&](int64_t row, int64_t position) {
+    const int64_t* entry = reinterpret_cast<const int64_t*>(table.data) + entries[row] * table.stride;
+    return (entry[position / page_size] * page_size + position % page_size) * width;
+  };
+  const auto first_of = [&](int64_t row) { return window ? std::max<int64_t>(0, places[row] + 1 - window) : 0; };
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < count; i++) {
+    require(entries[i] >= 0 && entries[i] < table.rows, "a row without a page table");
+    require(places[i] >= 0 && places[i] < table.columns * page_size, "a position beyond its page table");
+    const int64_t* entry = reinterpret_cast<const int64_t*>(table.data) + entries[i] * table.stride;
+    for (int64_t page = first_of(i) / page_size; page <= places[i] / page_size; page++)
+      require(entry[page] >= 0 && entry[page] < pages, "a page that doesn't exist");
+    tokens += places[i] + 1 - first_of(i);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    std::memcpy(keys + place_of(i, places[i]), new_keys.data + i * new_keys.stride, 2 * width);
+    std::memcpy(values + place_of(i, places[i]), new_values.data + i * new_values.stride, 2 * width);
+  }
+  const int64_t group = queries.heads / kv_heads, tasks = count * kv_heads;
+  const int64_t grain = std::max<int64_t>(1, GRAIN * tasks / (2 * tokens * queries.heads * size + 1));
+  torch::stable::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<int64_t> offsets;
+    thread_local std::vector<float> scratch;
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t i = task / kv_heads, head = task % kv_heads;
+      offsets.clear();
+      for (int64_t t = first_of(i); t <= places[i]; t++) offsets.push_back(place_of(i, t) + head * size);
+      for (int64_t first = head * group; first < (head + 1) * group;) {
+        const uint16_t* from = queries.data + i * queries.stride + first * size;
+        uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + i * to.stride + first * size;
+        const auto some = [&](auto number) {
+          attend<number()>(from, keys, values, offsets, size, float(scale), scratch, target);
+          first += number();
+        };
+        const int64_t left = (head + 1) * group - first;
+        if (left >= 4) some(std::integral_constant<int, 4>{});
+        else if (left == 3) some(std::integral_constant<int, 3>{});
+        else if (left == 2) some(std::integral_constant<int, 2>{});
+        else some(std::integral_constant<int, 1>{});
+      }
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(encore_cpu, m) {
+  m.def("int4_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> ()");
+  m.def("int8_linear(Tensor(a!) out, Tensor x, Tensor codes, Tensor scales) -> ()");
+  m.def("int8_rows(Tensor(a!) out, Tensor ids, Tensor codes, Tensor scales) -> ()");
+  m.def(
+      "paged_decode(Tensor(a!) out, Tensor(b!) k_pages, Tensor(c!) v_pages, Tensor q, Tensor k, Tensor v, "
+      "Tensor tables, Tensor rows, Tensor positions, float scale, int window) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(encore_cpu, CPU, m) {
+  m.impl("int4_linear", TORCH_BOX(&int4_linear));
+  m.impl("int8_linear", TORCH_BOX(&int8_linear));
+  m.impl("int8_rows", TORCH_BOX(&int8_rows));
+  m.impl("paged_decode", TORCH_BOX(&paged_decode));
+}
