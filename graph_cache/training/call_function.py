@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graph_cache.core.shadow import Bytes, Whole, WrittenMemory
 from graph_cache.errors import CaptureRefused
-from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.audit import StorageAudit, storages_of
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.search import objects_with_tensors
@@ -134,7 +134,7 @@ class CallFunction:
         self.stored = forward.results
         self.namespaces = forward.state.namespaces
         self._forward_audit = forward.audit
-        own = {storage._cdata for tensor in self.inputs if (storage := storage_of(tensor)) is not None}
+        own = set(storages_of(self.inputs))
         self.used = {address: storage for address, storage in forward.audit.outside.items() if address not in own}
         if kinds := objects_with_tensors(self.result.leaves):
             raise CaptureRefused(
@@ -309,7 +309,7 @@ class CallFunction:
         ]
         found += [Whole(f"buffer {index}", one.data) for index, one in enumerate(self._state) if not lacks_memory(one)]
         audit = self._forward_audit
-        own = {storage._cdata for tensor in self._state if (storage := storage_of(tensor)) is not None}
+        own = set(storages_of(self._state))
         others = [audit.outside[address] for address in audit.written - own if address in audit.outside]
         return found + [Bytes(f"memory {index}", one) for index, one in enumerate(others)]
 

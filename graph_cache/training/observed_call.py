@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.audit import StorageAudit, storage_of, storages_of
 from graph_cache.guards.changes import ProcessState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.observation import Observation
@@ -67,7 +67,7 @@ def observing(
     step.ran = (step.ran or Reads()).merged(reads)
     for module in reads.modules.values():
         step.register_module(module)
-    arguments = {storage._cdata for tensor in tensors if (storage := storage_of(tensor)) is not None}
+    arguments = set(storages_of(tensors))
     owned = step.note_owned()
     for leaf in audit.leaves.values():
         storage = storage_of(leaf)
@@ -105,7 +105,7 @@ def observing(
     step.exclude(state.changed)
     namespaces, unwatched = step.watch_reads(objects, step.ran)
     seen.refusals += unwatched
-    gradients = {storage._cdata for grad in step.gradients() if (storage := storage_of(grad)) is not None}
+    gradients = set(storages_of(step.gradients()))
     seen.read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graph_cache.guards.audit import storage_of
+from graph_cache.guards.audit import storages_of
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.library_state import is_of_transformer_engine
@@ -88,7 +88,7 @@ class StepState:
             self._watch.exclude(changed)
 
     def watch_reads(self, objects: Sequence[Any], ran: Reads) -> tuple[Sequence[Namespace], list[str]]:
-        """Watch what code may read of Python state. Return the state, and what of it can't be watched.
+        """Watch what code may read of Python state. Return the state, and why some values can't be watched.
 
         Optimizers are left out: the signature holds their settings separately.
         """
@@ -174,8 +174,7 @@ class StepState:
             *[main_grad for root in self.roots for main_grad in MainGrads(root).values()],
             *self.extra_state.values(),
         ]
-        storages = [storage_of(tensor) for tensor in tensors if tensor is not None]
-        return {storage._cdata: storage for storage in storages if storage is not None}
+        return storages_of(tensor for tensor in tensors if tensor is not None)
 
     def optimizers_on_host(self, device: torch.device) -> list[str]:
         """Return which optimizers a graph can't step, since they keep state in host memory."""
