@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.audit import StorageAudit, storages_of
 from graph_cache.guards.exact import Exact, close
 from graph_cache.guards.reference import Reference
 from graph_cache.guards.torch_settings import free_frames
@@ -108,8 +108,7 @@ def check_rows(
                 found.refusal = problem
                 return found
             has_integers = any(map(_is_integer, inputs(bucket)))
-            trained = {storage._cdata for one in parameters if (storage := storage_of(one)) is not None}
-            if audit.written & trained:
+            if audit.written & set(storages_of(parameters)):
                 found.refusal = "it writes to a parameter, and rows of padding may change what it writes"
                 return found
             if has_integers and audit.written - own:

@@ -256,9 +256,6 @@ class Watch:
             return Tensor  # watched by address
         return key_of(value, contents=self._counts_by_contents(value))
 
-    def _items_of_lists(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(self._lists))
-
 
 def _by_function(reads: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Return each function once, with the lists of its arguments."""
