@@ -3,6 +3,7 @@
     python -m benchmarks serving.rollouts --shape qwen3-0.6b
     python -m benchmarks serving.rollouts --shape qwen3-0.6b --engine sglang       # alone, with SGLang on PYTHONPATH
     python -m benchmarks serving.rollouts --shape qwen3-8b --samples 0 --updates 5
+    python -m benchmarks serving.rollouts --shape qwen3-8b --samples 0 --streams 1,8,32
 
 Random weights, temperature 1. Each of 256 prompts of 512 tokens is sampled 8 times; the samples' lengths are lognormal
 (median 256, sigma 0.8, at most 1,024; seed 3). All are given at once, the samples of a prompt one after the other, with
@@ -10,6 +11,11 @@ prefix caching. Rounds alternate between without and with log-probabilities, aft
 
 update_ms: `Engine.update_weights` of all weights from tensors on the GPU, which steps wait for, until the copies have
 ended; the floor is a copy of as many bytes from one tensor to another.
+
+gap_ms: what a stream sees of an update. So many streams with 512-token prompts decode while a thread stages new weights
+beside the old ones; then `Engine.update_weights` writes them between two steps, and the KV of the streams is computed
+again. The longest time between two tokens of a stream: without an update (usual_ms, the median), while weights are
+staged (staging_ms), and around the update (gap_ms), of which update_ms are in the call.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 NEEDS = "1 GPU"
 GROUP, PROMPT_TOKENS, LONGEST = 8, 512, 1024
+USUAL_TOKENS, LATER_TOKENS, STAGING_SECONDS = 48, 16, 0.3
 Generate = Callable[[list[list[int]], list[int], bool], int]
 """(prompts, output tokens of each, whether with log-probabilities) -> tokens that came."""
 
@@ -69,6 +77,7 @@ def run_encore(options: argparse.Namespace, folder: str, report: harness.Report)
     config = EngineConfig(
         model=folder, load_format="dummy", graph_manifest="none", progress=False, max_num_seqs=options.max_num_seqs,
         max_model_len=PROMPT_TOKENS + LONGEST, warmup="full" if options.samples else "lazy",
+        **({"gpu_memory_utilization": 0.5} if options.streams else {}),  # room for staged weights
     )  # fmt: skip
     started = time.perf_counter()
     with Engine(config) as engine:
@@ -88,6 +97,8 @@ def run_encore(options: argparse.Namespace, folder: str, report: harness.Report)
             measure(report, generate, options.samples, options.rounds, engine.loop.reset_prefix_cache)
         if options.updates:
             measure_updates(report, engine, options.updates)
+        for streams in options.streams:
+            measure_gaps(report, engine, streams, options.rounds)
 
 
 def measure_updates(report: harness.Report, engine: Engine, updates: int) -> None:
@@ -117,6 +128,93 @@ def measure_updates(report: harness.Report, engine: Engine, updates: int) -> Non
         "update_ms": round(1000 * statistics.median(times["update"]), 1),
         "longest_ms": round(1000 * max(times["update"]), 1),
         "floor_ms": round(1000 * statistics.median(times["floor"]), 1),
+    })  # fmt: skip
+
+
+class Streams:
+    """Requests that decode together, and the longest times between two tokens of one of them."""
+
+    def __init__(self, engine: Engine, count: int):
+        from engine import SamplingParams
+        from engine.protocol.request import EngineRequest
+
+        self._engine, generator = engine, random.Random(3)
+        self._tokens: dict[str, list[float]] = {}  # the time of each token
+        params = SamplingParams(temperature=1.0, max_tokens=LONGEST, ignore_eos=True)
+        for index in range(count):
+            prompt = [generator.randrange(100, 30_000) % engine.info.vocab_size for _ in range(PROMPT_TOKENS)]
+            self._tokens[f"stream-{index}"] = []
+            engine.loop.add(
+                EngineRequest(request_id=f"stream-{index}", prompt_token_ids=prompt, params=params, seed=index)
+            )
+
+    def run(self, is_enough: Callable[[], bool]) -> None:
+        """Step until `is_enough()`. Raises SystemExit if the streams end before."""
+        while not is_enough():
+            if not self._engine.loop.has_work:
+                raise SystemExit(f"the streams ended after {self.num_tokens()} tokens: the update came too late")
+            events = self._engine.loop.step()
+            now = time.perf_counter()
+            for event in events:
+                self._tokens[event.request_id] += [now] * len(event.token_ids)
+
+    def num_tokens(self) -> int:
+        """Return how many tokens each stream has at least."""
+        return min(map(len, self._tokens.values()))
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Return the times between tokens, of which the second came between `start` and `end`."""
+        return [
+            after - before
+            for times in self._tokens.values()
+            for before, after in zip(times, times[1:], strict=False)
+            if start <= after <= end
+        ]
+
+    def stop(self) -> None:
+        self._engine.loop.abort(list(self._tokens))
+        while self._engine.loop.has_work:
+            self._engine.loop.step()
+
+
+def measure_gaps(report: harness.Report, engine: Engine, count: int, rounds: int) -> None:
+    """Report the longest gaps that `count` streams see; see the module's docstring."""
+    slots = engine.loop.executor.worker.runner.model.weight_slots()
+    found: dict[str, list[float]] = {"usual": [], "staging": [], "gap": [], "update": []}
+    for number in range(rounds + 1):
+        streams, staged = Streams(engine, count), []
+        streams.run(lambda: streams.num_tokens() >= 8)
+        times = [time.perf_counter()]
+        streams.run(lambda: streams.num_tokens() >= USUAL_TOKENS)
+        times.append(time.perf_counter())
+
+        def stage() -> None:
+            for name, slot in slots.items():
+                staged.append((name, slot.read().clone()))
+                time.sleep(STAGING_SECONDS / len(slots))
+
+        thread = threading.Thread(target=stage)
+        thread.start()
+        streams.run(lambda: not thread.is_alive())
+        times.append(time.perf_counter())
+        engine.update_weights(staged, version=f"{count}-{number}")
+        times.append(time.perf_counter())
+        enough = streams.num_tokens() + LATER_TOKENS
+        streams.run(lambda: streams.num_tokens() >= enough)
+        usual, staging, gap = (
+            streams.gaps(*pair)
+            for pair in ((times[0], times[1]), (times[1], times[2]), (times[3], time.perf_counter()))
+        )
+        streams.stop()
+        if number:  # the first one captures graphs
+            found["usual"].append(statistics.median(usual))
+            found["staging"].append(max(staging))
+            found["gap"].append(max(gap))
+            found["update"].append(times[3] - times[2])
+    report.add({
+        "streams": count,
+        **{f"{name}_ms": round(1000 * statistics.median(seconds), 1) for name, seconds in found.items()},
+        "longest_gap_ms": round(1000 * max(found["gap"]), 1),
     })  # fmt: skip
 
 
@@ -151,6 +249,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=harness.count, default=1)
     parser.add_argument("--max-num-seqs", type=harness.count, default=512)
     parser.add_argument("--updates", type=int, default=0, help="weight updates to time (default: %(default)s)")
+    parser.add_argument("--streams", type=harness.counts, default=[],
+                        help="streams that decode during an update, such as 1,8,32")  # fmt: skip
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)

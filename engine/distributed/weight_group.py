@@ -9,7 +9,9 @@ A trainer uses `WeightGroup.join(..., rank=0)` and `send`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -160,6 +162,8 @@ class WeightGroup:
         return received
 
     def _broadcast(self, tensor: Tensor) -> None:
+        if tensor.dtype.itemsize == 1:
+            tensor = tensor.view(torch.uint8)  # gloo refuses float8
         try:
             self._group.broadcast(tensor, 0).wait()
             if tensor.is_cuda:
@@ -181,11 +185,31 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Make a group beside the default one, for which PyTorch has only this private function."""
     c10d: Any = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
-        world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=timeout
-    )
+    with _waits_that_raise():
+        group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=timeout
+        )
     c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
     return group
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """Make a group of NCCL in which `wait` blocks, and raises at the timeout or after the loss of the other side.
+
+    Otherwise PyTorch's watchdog ends the whole process then, and the engine with it. NCCL groups read the variable when
+    they are made.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:

@@ -1,0 +1,140 @@
+"""Weights from a trainer on one GPU to a server on another over NCCL, in vLLM's and SGLang's formats."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+
+from engine.distributed.weight_group import WeightGroup
+from tests.engine.distributed.test_weight_group import TWO_GPUS, free_port
+from tests.server.conftest import running, tiny_config
+from tests.server.http.test_bodies import error_of
+from tests.server.routes.trainer.test_groups import IDS, greedy, place, specs, weights
+
+__all__ = ["weights"]
+pytestmark = TWO_GPUS
+CHUNK = 20_000  # bytes: the weights are several chunks
+TRAINER, SERVER, BACKEND = "cuda:1", "cuda:0", "nccl"
+
+
+@pytest.fixture(scope="module")
+def gpu_server(folders):
+    """A server on the first GPU that needs no key from this machine."""
+    settings = {"device": SERVER, "num_pages": 64, "max_num_seqs": 4, "graph_buckets": (4,)}
+    with running(tiny_config(folders["a"], admin_without_key="loopback", **settings)) as handle:
+        yield handle
+
+
+@pytest.fixture
+def server(gpu_server, folders, references):
+    """The server with the weights a, whose graphs are captured; there must be no captures in the test."""
+    gpu_server.answer("/update_weights_from_disk", {"model_path": str(folders["a"]), "weight_version": "a"})
+    assert greedy(gpu_server) == references["a"].greedy(IDS, 12)
+    captures = gpu_server.service.client.stats().graphs["captures"]
+    yield gpu_server
+    gpu_server.wait_idle()
+    stats = gpu_server.service.client.stats()
+    assert stats.graphs["captures"] == captures and stats.idle_check_failures == 0
+
+
+def train(port: int, folder: str, name: str, options: dict, ends: str, ready) -> None:
+    """A trainer in a separate process, on the second GPU."""
+    [file] = folder.glob("*.safetensors")
+    tensors = [(name, one.to(TRAINER)) for name, one in safetensors.torch.load_file(file).items()]
+    ready.set()
+    where = {"backend": BACKEND, "device": torch.device(TRAINER), "timeout": 60}
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, **where)
+    if ends == "sends nothing":
+        time.sleep(15)
+    elif ends == "dies":
+        group.send(tensors[: len(tensors) // 2])
+        os._exit(1)
+    else:
+        group.send(tensors, **options)
+    group.close()
+
+
+@pytest.fixture
+def trainer(folders):
+    started = []
+    context = multiprocessing.get_context("spawn")
+
+    def start(name: str, ends: str = "", **options) -> int:
+        port, ready = free_port(), context.Event()
+        arguments = (port, folders["b"], name, options, ends, ready)
+        process = context.Process(target=train, args=arguments)
+        process.start()
+        started.append(process)
+        assert ready.wait(60)
+        return port
+
+    yield start
+    for process in started:
+        process.join(60)
+        process.kill()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_weights_arrive_in_vllms_format(server, trainer, weights, references, packed, in_parts):
+    port = trainer("vllm", **({"packed": True, "nbytes": CHUNK} if packed else {}))
+    info = place(port, packed=packed, packed_buffer_size_bytes=CHUNK)
+    server.answer("/init_weight_transfer_engine", {"init_info": info})
+    if in_parts:
+        server.answer("/start_weight_update", {})
+    server.answer("/update_weights", {"update_info": specs(weights)} | ({} if in_parts else {"weight_version": "b"}))
+    if in_parts:
+        assert greedy(server) == references["a"].greedy(IDS, 12)
+        answer = server.answer("/finish_weight_update", {"weight_version": "b"})
+        assert answer["updated"] == len(weights)
+    assert server.http.get("/weight_info").json() == {"weight_version": "b"}
+    assert greedy(server) == references["b"].greedy(IDS, 12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_arrive_in_sglangs_format_while_a_request_runs(server, trainer, weights, references, threads, packed):
+    port = trainer("policy", **({"packed": True, "nbytes": sys.maxsize} if packed else {}))
+    server.answer("/init_weights_update_group", place(port, group_name="policy", backend=BACKEND))
+    sent = specs(weights)
+    body = {"names": sent["names"], "dtypes": sent["dtype_names"], "shapes": sent["shapes"], "group_name": "policy"}
+    body |= {"weight_version": "b"} | ({"load_format": "flattened_bucket"} if packed else {})
+    running = threads.submit(generate, server, 200)
+    assert server.answer("/update_weights_from_distributed", body)["weight_version"] == "b"
+    check_spans(running.result(), references)
+    assert greedy(server) == references["b"].greedy(IDS, 12)
+    server.answer("/destroy_weights_update_group", {"group_name": "policy"})
+
+
+def generate(server, count):
+    body = {"token_ids": IDS, "sampling_params": {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}}
+    return server.answer("/inference/v1/generate", body)["choices"][0]
+
+
+def check_spans(choice, references):
+    """Each span is what its weights alone say after the tokens before it."""
+    tokens = choice["token_ids"]
+    for span in choice["weight_versions"]:
+        before, found = IDS + tokens[: span["start"]], tokens[span["start"] : span["end"]]
+        assert found[:8] == references[span["version"]].greedy(before, min(8, len(found)))
+
+
+@pytest.mark.parametrize("ends", ["dies", "sends nothing"])
+def test_a_trainer_that_does_not_send_all_changes_nothing_and_the_next_one_can(
+    server, trainer, weights, references, threads, ends
+):
+    port = trainer("vllm", ends)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=8)})
+    update = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
+    assert greedy(server) == references["a"].greedy(IDS, 12)
+    error = error_of(update.result(), 400)
+    assert "a transfer over the weight group failed" in error["message"]
+    assert greedy(server) == references["a"].greedy(IDS, 12)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(trainer("vllm"))})
+    server.answer("/update_weights", {"update_info": specs(weights), "weight_version": "b"})
+    assert greedy(server) == references["b"].greedy(IDS, 12)
