@@ -34,11 +34,13 @@ from benchmarks import harness
 from benchmarks.shapes import shape, write_shape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine import Engine
 
 NEEDS = "1 GPU"
 GROUP, PROMPT_TOKENS, LONGEST = 8, 512, 1024
-USUAL_TOKENS, LATER_TOKENS, STAGING_SECONDS = 48, 16, 0.3
+WARM_TOKENS, USUAL_TOKENS, LATER_TOKENS, STAGING_SECONDS = 8, 48, 16, 0.3
 Generate = Callable[[list[list[int]], list[int], bool], int]
 """(prompts, output tokens of each, whether with log-probabilities) -> tokens that came."""
 
@@ -179,43 +181,45 @@ class Streams:
 
 def measure_gaps(report: harness.Report, engine: Engine, count: int, rounds: int) -> None:
     """Report the longest gaps that `count` streams see; see the module's docstring."""
-    slots = engine.loop.executor.worker.runner.model.weight_slots()
-    found: dict[str, list[float]] = {"usual": [], "staging": [], "gap": [], "update": []}
-    for number in range(rounds + 1):
-        streams, staged = Streams(engine, count), []
-        streams.run(lambda: streams.num_tokens() >= 8)
-        times = [time.perf_counter()]
-        streams.run(lambda: streams.num_tokens() >= USUAL_TOKENS)
-        times.append(time.perf_counter())
-
-        def stage() -> None:
-            for name, slot in slots.items():
-                staged.append((name, slot.read().clone()))
-                time.sleep(STAGING_SECONDS / len(slots))
-
-        thread = threading.Thread(target=stage)
-        thread.start()
-        streams.run(lambda: not thread.is_alive())
-        times.append(time.perf_counter())
-        engine.update_weights(staged, version=f"{count}-{number}")
-        times.append(time.perf_counter())
-        enough = streams.num_tokens() + LATER_TOKENS
-        streams.run(lambda: streams.num_tokens() >= enough)
-        usual, staging, gap = (
-            streams.gaps(*pair)
-            for pair in ((times[0], times[1]), (times[1], times[2]), (times[3], time.perf_counter()))
-        )
-        streams.stop()
-        if number:  # the first one captures graphs
-            found["usual"].append(statistics.median(usual))
-            found["staging"].append(max(staging))
-            found["gap"].append(max(gap))
-            found["update"].append(times[3] - times[2])
+    update_once(engine, count, "warm-up")  # captures graphs
+    found = [update_once(engine, count, f"update-{number}") for number in range(rounds)]
     report.add({
         "streams": count,
-        **{f"{name}_ms": round(1000 * statistics.median(seconds), 1) for name, seconds in found.items()},
-        "longest_gap_ms": round(1000 * max(found["gap"]), 1),
+        **{name: round(1000 * statistics.median(one[name] for one in found), 1) for name in found[0]},
+        "longest_gap_ms": round(1000 * max(one["gap_ms"] for one in found), 1),
     })  # fmt: skip
+
+
+def update_once(engine: Engine, count: int, version: str) -> dict[str, float]:
+    """Return the seconds of one update while `count` streams decode."""
+    slots = engine.loop.executor.worker.runner.model.weight_slots()
+    streams = Streams(engine, count)
+    staged: list[tuple[str, Tensor]] = []
+
+    def stage() -> None:
+        for name, slot in slots.items():
+            staged.append((name, slot.read().clone()))
+            time.sleep(STAGING_SECONDS / len(slots))
+
+    streams.run(lambda: streams.num_tokens() >= WARM_TOKENS)
+    started = time.perf_counter()
+    streams.run(lambda: streams.num_tokens() >= USUAL_TOKENS)
+    staging = time.perf_counter()
+    thread = threading.Thread(target=stage)
+    thread.start()
+    streams.run(lambda: not thread.is_alive())
+    updating = time.perf_counter()
+    engine.update_weights(staged, version=version)
+    updated = time.perf_counter()
+    enough = streams.num_tokens() + LATER_TOKENS
+    streams.run(lambda: streams.num_tokens() >= enough)
+    streams.stop()
+    return {
+        "usual_ms": statistics.median(streams.gaps(started, staging)),
+        "staging_ms": max(streams.gaps(staging, updating)),
+        "gap_ms": max(streams.gaps(updated, time.perf_counter())),
+        "update_ms": updated - updating,
+    }
 
 
 def run_sglang(options: argparse.Namespace, folder: str, report: harness.Report) -> None:
