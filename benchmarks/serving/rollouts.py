@@ -21,6 +21,7 @@ staged (staging_ms), and around the update (gap_ms), of which update_ms are in t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import sys
@@ -225,12 +226,15 @@ def update_once(engine: Engine, count: int, version: str) -> dict[str, float]:
 def run_sglang(options: argparse.Namespace, folder: str, report: harness.Report) -> None:
     """Measure SGLang."""
     import sglang
+    from sglang.srt.server_args import ServerArgs
 
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    graphs = "cuda_graph_max_bs_decode" if "cuda_graph_max_bs_decode" in known else "cuda_graph_max_bs"
     started = time.perf_counter()
     engine = sglang.Engine(
         model_path=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
         context_length=PROMPT_TOKENS + LONGEST + 8, mem_fraction_static=0.85, random_seed=0,
-        max_running_requests=options.max_num_seqs, cuda_graph_max_bs=options.max_num_seqs, attention_backend="fa3",
+        max_running_requests=options.max_num_seqs, attention_backend="fa3", **{graphs: options.max_num_seqs},
     )  # fmt: skip
     print(f"SGLang {sglang.__version__}, started in {time.perf_counter() - started:.1f} s", flush=True)
 
