@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
-import time
 
 import pytest
-import safetensors.torch
-import torch
 
-from engine.distributed.weight_group import WeightGroup
 from tests.engine.distributed.test_weight_group import TWO_GPUS, free_port
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 from tests.server.routes.trainer.test_groups import IDS, greedy, place, specs, weights
+from tests.support.weight_trainer import Trainer
 
 __all__ = ["weights"]
 pytestmark = TWO_GPUS
@@ -24,7 +19,27 @@ TRAINER, SERVER, BACKEND = "cuda:1", "cuda:0", "nccl"
 
 
 @pytest.fixture(scope="module")
-def gpu_server(folders):
+def process(folders):
+    [file] = folders["b"].glob("*.safetensors")
+    trainer = Trainer(file, BACKEND, TRAINER)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def trainer(process):
+    """Have the trainer join a group and send the weights b; return the port of the group. See Trainer.send."""
+
+    def start(name: str, **options) -> int:
+        port = free_port()
+        process.send(port, name, **options)
+        return port
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def gpu_server(folders, process):
     """A server on the first GPU that needs no key from this machine."""
     settings = {"device": SERVER, "num_pages": 64, "max_num_seqs": 4, "graph_buckets": (4,)}
     with running(tiny_config(folders["a"], admin_without_key="loopback", **settings)) as handle:
@@ -41,43 +56,6 @@ def server(gpu_server, folders, references):
     gpu_server.wait_idle()
     stats = gpu_server.service.client.stats()
     assert stats.graphs["captures"] == captures and stats.idle_check_failures == 0
-
-
-def train(port: int, folder: str, name: str, options: dict, ends: str, ready) -> None:
-    """A trainer in a separate process, on the second GPU."""
-    [file] = folder.glob("*.safetensors")
-    tensors = [(name, one.to(TRAINER)) for name, one in safetensors.torch.load_file(file).items()]
-    ready.set()
-    where = {"backend": BACKEND, "device": torch.device(TRAINER), "timeout": 60}
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, **where)
-    if ends == "sends nothing":
-        time.sleep(15)
-    elif ends == "dies":
-        group.send(tensors[: len(tensors) // 2])
-        os._exit(1)
-    else:
-        group.send(tensors, **options)
-    group.close()
-
-
-@pytest.fixture
-def trainer(folders):
-    started = []
-    context = multiprocessing.get_context("spawn")
-
-    def start(name: str, ends: str = "", **options) -> int:
-        port, ready = free_port(), context.Event()
-        arguments = (port, folders["b"], name, options, ends, ready)
-        process = context.Process(target=train, args=arguments)
-        process.start()
-        started.append(process)
-        assert ready.wait(60)
-        return port
-
-    yield start
-    for process in started:
-        process.join(60)
-        process.kill()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -128,7 +106,7 @@ def check_spans(choice, references):
 def test_a_trainer_that_does_not_send_all_changes_nothing_and_the_next_one_can(
     server, trainer, weights, references, threads, ends
 ):
-    port = trainer("vllm", ends)
+    port = trainer("vllm", ends=ends)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=8)})
     update = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
     assert greedy(server) == references["a"].greedy(IDS, 12)
