@@ -75,6 +75,8 @@ class WeightGroup:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self._device = group, device
+        # Steps of the engine use the default stream, and must not wait for a trainer behind a transfer.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @classmethod
     def join(
@@ -106,14 +108,15 @@ class WeightGroup:
         try:
             store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
             group = _new_group(dist.PrefixStore(name, store), rank, world_size, name, backend, limit)
-            ready = torch.ones(1, device=device)
-            group.allreduce([ready]).wait()  # connects the processes, so that a missing one is noticed here
+            made = cls(group, device)
+            with torch.cuda.stream(made._stream):
+                group.allreduce([torch.ones(1, device=device)]).wait()  # connects them: a missing one is noticed here
         except (RuntimeError, ValueError) as error:
             raise WeightUpdateError(
                 f"the weight group {name!r} at {address}:{port} was not joined by {world_size} processes within "
                 f"{timeout:.0f} s: {error}"
             ) from error
-        return cls(group, device)
+        return made
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = False, nbytes: int = PACKED_BYTES) -> None:
         """Send (name, tensor) pairs from rank 0, in the order of the specs that the receiver was told."""
@@ -133,7 +136,13 @@ class WeightGroup:
     ) -> list[tuple[str, Tensor]]:
         """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive, or fit."""
         try:
-            return self._receive(specs, packed, nbytes)
+            with torch.cuda.stream(self._stream):
+                received = self._receive(specs, packed, nbytes)
+            if self._stream is not None:
+                self._stream.synchronize()
+                for _, tensor in received:
+                    tensor.record_stream(torch.cuda.default_stream(self._device))  # which reads it
+            return received
         except torch.OutOfMemoryError as error:
             size = sum(spec.nbytes for spec in specs) / 2**30
             raise WeightUpdateError(

@@ -25,7 +25,7 @@ def run(pipe: Any, file: Path, backend: str, device: str) -> None:
         where = {"backend": backend, "device": device, "timeout": 60}
         group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, **where)
         if ends == "sends nothing":
-            time.sleep(11)
+            time.sleep(20)
         elif ends == "dies":
             group.send(tensors[: len(tensors) // 2])
             os._exit(1)
@@ -52,7 +52,7 @@ class Trainer:
     def send(self, port: int, name: str, *, ends: str = "", **options: Any) -> None:
         """Join the group `name` at `port` and send all weights with these options of WeightGroup.send.
 
-        `ends` "dies": the process ends after half of them; "sends nothing": it only joins, for 11 seconds.
+        `ends` "dies": the process ends after half of them; "sends nothing": it only joins, for 20 seconds.
         """
         if not self._process.is_alive():
             self._start()
