@@ -9,7 +9,9 @@ A trainer uses `WeightGroup.join(..., rank=0)` and `send`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -73,6 +75,8 @@ class WeightGroup:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self._device = group, device
+        # Steps of the engine use the default stream, and must not wait for a trainer behind a transfer.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @classmethod
     def join(
@@ -104,14 +108,15 @@ class WeightGroup:
         try:
             store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
             group = _new_group(dist.PrefixStore(name, store), rank, world_size, name, backend, limit)
-            ready = torch.ones(1, device=device)
-            group.allreduce([ready]).wait()  # connects the processes, so that a missing one is noticed here
+            made = cls(group, device)
+            with torch.cuda.stream(made._stream):
+                group.allreduce([torch.ones(1, device=device)]).wait()  # connects them: a missing one is noticed here
         except (RuntimeError, ValueError) as error:
             raise WeightUpdateError(
                 f"the weight group {name!r} at {address}:{port} was not joined by {world_size} processes within "
                 f"{timeout:.0f} s: {error}"
             ) from error
-        return cls(group, device)
+        return made
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = False, nbytes: int = PACKED_BYTES) -> None:
         """Send (name, tensor) pairs from rank 0, in the order of the specs that the receiver was told."""
@@ -131,7 +136,13 @@ class WeightGroup:
     ) -> list[tuple[str, Tensor]]:
         """Receive the tensors of these specs into new memory. Raises WeightUpdateError if they don't arrive, or fit."""
         try:
-            return self._receive(specs, packed, nbytes)
+            with torch.cuda.stream(self._stream):
+                received = self._receive(specs, packed, nbytes)
+            if self._stream is not None:
+                self._stream.synchronize()
+                for _, tensor in received:
+                    tensor.record_stream(torch.cuda.default_stream(self._device))  # which reads it
+            return received
         except torch.OutOfMemoryError as error:
             size = sum(spec.nbytes for spec in specs) / 2**30
             raise WeightUpdateError(
@@ -160,6 +171,8 @@ class WeightGroup:
         return received
 
     def _broadcast(self, tensor: Tensor) -> None:
+        if tensor.dtype.itemsize == 1:
+            tensor = tensor.view(torch.uint8)  # gloo refuses float8
         try:
             self._group.broadcast(tensor, 0).wait()
             if tensor.is_cuda:
@@ -181,11 +194,31 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Make a group beside the default one, for which PyTorch has only this private function."""
     c10d: Any = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
-        world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=timeout
-    )
+    with _waits_that_raise():
+        group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            world_size, rank, [], dist.Backend(backend), store, group_name=name, timeout=timeout
+        )
     c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
     return group
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """Make a group of NCCL in which `wait` blocks, and raises at the timeout or after the loss of the other side.
+
+    Otherwise PyTorch's watchdog ends the whole process then, and the engine with it. NCCL groups read the variable when
+    they are made.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def chunks(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[TensorSpec]]:

@@ -31,6 +31,8 @@ import ray
 import verl.workers.rollout.base as rollout_base
 from safetensors.torch import save_file
 from torch import Tensor
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
@@ -324,9 +326,10 @@ class EncoreReplica(RolloutReplica):
                 f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size} needs {self.nnodes} "
                 f"machines; a replica of rollout.name={NAME} runs on one: use at most {self.gpus_per_node}"
             )
-        arguments, num_layers = server_arguments(self.config, self.model_config.local_path), None
+        model = omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)  # a trainer gives a DictConfig
+        arguments, num_layers = server_arguments(self.config, model.local_path), None
         if routing_replay(self.config):
-            num_layers = self.model_config.hf_config.num_hidden_layers
+            num_layers = model.hf_config.num_hidden_layers
         places = await asyncio.gather(*[worker.__ray_call__.remote(_place) for worker in self.workers])
         devices = sorted({device for _, found in places for device in found.split(",") if device.strip()})
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=places[0][0], soft=False)

@@ -49,9 +49,18 @@ class Spelling:
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._tokens.piece(token_id)
 
-    def bytes_of(self, token_id: int) -> list[int]:
-        """Return the bytes of a token, which may be part of a character."""
-        return list(self._tokens.bytes_of(token_id))
+    def bytes_of(self, token_id: int) -> list[int] | None:
+        """Return the bytes of a token, which may be part of a character.
+
+        With `as_ids`, None in place of a part: ART, which reads token ids, decodes the bytes as UTF-8.
+        """
+        found = self._tokens.bytes_of(token_id)
+        if self._as_ids:
+            try:
+                found.decode()
+            except UnicodeDecodeError:
+                return None
+        return list(found)
 
 
 class CompletionLogprobs:

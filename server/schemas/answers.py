@@ -126,11 +126,11 @@ class Completion(VllmKeys):
 
 
 class TokenScore(Answer):
-    """A token, its logprob, and its UTF-8 bytes."""
+    """A token, its logprob, and its UTF-8 bytes; null for part of a character if the token is written as an id."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChosenScore(TokenScore):

@@ -1,6 +1,7 @@
 """Weights sent from a trainer's process over a process group: what arrives, and what happens if nothing does."""
 
 import multiprocessing
+import os
 import socket
 import time
 
@@ -11,6 +12,13 @@ from engine.distributed.weight_group import TensorSpec, WeightGroup, chunks, ten
 from engine.errors import RequestError, WeightUpdateError
 
 CHUNK = 100  # bytes: most chunks hold two tensors
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices: torch.cuda.device_count() is {GPUS}"),
+]
+BACKENDS = ["gloo", pytest.param("nccl", marks=TWO_GPUS)]
+DEVICES = {"gloo": ("cpu", "cpu"), "nccl": ("cuda:1", "cuda:0")}  # of the trainer and of the receiver
 
 
 def free_port() -> int:
@@ -21,20 +29,24 @@ def free_port() -> int:
 
 def weights() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float16)
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.float16, torch.float8_e4m3fn)
     return [
-        (f"t{index}", (9 * torch.rand(3 + index, 5, generator=generator)).to(dtypes[index % 4])) for index in range(9)
+        (f"t{index}", (9 * torch.rand(3 + index, 5, generator=generator)).to(dtypes[index % 5])) for index in range(10)
     ] + [("scalar", torch.tensor(0.5)), ("empty", torch.empty(0, 4))]
 
 
-def train(port: int, count: int) -> None:
-    """A trainer that sends its weights once as they are and once packed, then goes; or joins and sends nothing."""
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, timeout=60)
-    if count:
+def train(port: int, backend: str, ends: str) -> None:
+    """A trainer that sends its weights once as they are and once packed, then goes; or does what `ends` says."""
+    device = DEVICES[backend][0]
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, backend=backend, device=device, timeout=60)
+    if ends == "sends nothing":
+        time.sleep(10)
+    elif ends == "dies":
+        group.send(weights()[:5])
+        os._exit(1)
+    else:
         group.send(weights())
         group.send(weights(), packed=True, nbytes=CHUNK)
-    else:
-        time.sleep(6)
     group.close()
 
 
@@ -43,12 +55,14 @@ def trainer():
     """Start a trainer and return the group that it is in."""
     started = []
 
-    def start(count: int, timeout: float) -> WeightGroup:
-        port = free_port()
-        process = multiprocessing.get_context("spawn").Process(target=train, args=(port, count))
+    def start(backend: str, ends: str, timeout: float) -> WeightGroup:
+        port, device = free_port(), DEVICES[backend][1]
+        process = multiprocessing.get_context("spawn").Process(target=train, args=(port, backend, ends))
         process.start()
         started.append(process)
-        return WeightGroup.join("127.0.0.1", port, rank=1, world_size=2, timeout=timeout)
+        return WeightGroup.join(
+            "127.0.0.1", port, rank=1, world_size=2, backend=backend, device=device, timeout=timeout
+        )
 
     yield start
     for process in started:
@@ -56,25 +70,43 @@ def trainer():
         process.kill()
 
 
-def test_tensors_arrive_bit_for_bit_one_by_one_and_packed(trainer):
-    group, sent = trainer(1, 60), weights()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_arrive_bit_for_bit_one_by_one_and_packed(trainer, backend):
+    group, sent = trainer(backend, "", 60), weights()
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent]
     for options in ({}, {"packed": True, "nbytes": CHUNK}):
         received = group.receive(specs, **options)
         assert [name for name, _ in received] == [name for name, _ in sent]
         for (_, tensor), (_, expected) in zip(received, sent, strict=True):
-            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+            assert str(tensor.device) == DEVICES[backend][1] and tensor.dtype == expected.dtype
+            assert torch.equal(tensor.reshape(-1).view(torch.uint8).cpu(), expected.reshape(-1).view(torch.uint8))
     group.close()
 
 
-def test_a_trainer_that_joins_and_never_sends_is_an_error_after_the_timeout(trainer):
-    group = trainer(0, 20)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_trainer_that_joins_and_never_sends_is_an_error_after_the_timeout(trainer, backend):
+    group = trainer(backend, "sends nothing", 30)
     group.set_timeout(1.5)
+    fails(group, [TensorSpec("a", torch.float32, (4,))])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_trainer_that_dies_between_two_tensors_is_an_error(trainer, backend):
+    group, sent = trainer(backend, "dies", 30), weights()
+    group.set_timeout(4)
+    fails(group, [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent])
+
+
+def fails(group: WeightGroup, specs: list[TensorSpec]) -> None:
+    """Check that receiving raises in a few seconds, and that this process and its device go on."""
     began = time.monotonic()
     with pytest.raises(WeightUpdateError, match="a transfer over the weight group failed"):
-        group.receive([TensorSpec("a", torch.float32, (4,))])
-    assert time.monotonic() - began < 5
+        group.receive(specs)
+    assert time.monotonic() - began < 8
     group.close()
+    if GPUS:
+        torch.cuda.synchronize()  # no transfer is left on the GPU
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 @pytest.mark.gpu

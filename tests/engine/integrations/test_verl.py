@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 
 import ray
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
@@ -54,7 +55,9 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def replica(cluster, lively_model):
-    config, model = rollout_config(), HFModelConfig(path=str(lively_model))
+    config = rollout_config()
+    target = f"{HFModelConfig.__module__}.{HFModelConfig.__qualname__}"
+    model = OmegaConf.create({"_target_": target, "path": str(lively_model)})  # as a trainer gives it
     made = get_rollout_replica_class("encore")(0, config, model, gpus_per_node=1)
     made.workers = [Worker.remote()]
     asyncio.run(made.launch_servers())
