@@ -52,7 +52,7 @@ class KernelsUnavailable(Exception):
 
 
 def cpu_level() -> str | None:
-    """Return the name in LEVELS of this CPU's instruction sets; None: it has none of them, or the system isn't Linux."""
+    """Return the name in LEVELS of this CPU's instruction sets; None: it has none, or the system isn't Linux."""
     if sys.platform != "linux":
         return None
     found = torch.backends.cpu.get_cpu_capability()
