@@ -4,7 +4,7 @@ The first process that needs the kernels compiles them, in about 5 seconds, into
 file's name has a hash of all that determines its code: the source, the flags, the compiler and PyTorch. The flags name
 instruction sets, so machines with other CPUs that share the folder use other files.
 
-Without a compiler, a usable folder or AVX2, callers compute with PyTorch's own kernels: one log line says why.
+Without Linux, a compiler, a usable folder or AVX2, callers compute with PyTorch's own kernels: one log line says why.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -51,7 +52,9 @@ class KernelsUnavailable(Exception):
 
 
 def cpu_level() -> str | None:
-    """Return the name in LEVELS of this CPU's instruction sets; None: it has none of them."""
+    """Return the name in LEVELS of this CPU's instruction sets; None: it has none, or the system isn't Linux."""
+    if sys.platform != "linux":
+        return None
     found = torch.backends.cpu.get_cpu_capability()
     if found == "AVX512":
         return "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512"
@@ -75,7 +78,9 @@ def _load_once() -> bool:
         raise ConfigError(f"{SWITCH}={switch!r}: must be auto or off")
     level = cpu_level()
     if switch == "off" or level is None:
-        logger.debug("CPU kernels of PyTorch: %s", f"{SWITCH}=off" if switch == "off" else "no AVX2 or AVX-512")
+        logger.debug(
+            "CPU kernels of PyTorch: %s", f"{SWITCH}=off" if switch == "off" else "no AVX2 or AVX-512, or not Linux"
+        )
         return False
     try:
         load_kernels(level, os.path.join(cache_folder(), "kernels"))
