@@ -204,7 +204,7 @@ def measure(
                 found["times_plain"] = round(statistics.median(times["plain"]) / ms, 3)
             if args.profile:
                 found["kernels"] = kernels(one.graph, one.rewind)
-                found["layer"] = timeline(one.graph, one.rewind)
+                found["layer"] = timeline(launches(one.graph, one.rewind))
             if args.ablate:
                 found["layer_us"] = {}
                 for part in ("attention", *PRODUCTS):
@@ -261,12 +261,12 @@ def launches(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None]) -> list[tu
     return sorted(found, key=lambda launch: launch[2])
 
 
-def timeline(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None]) -> list[tuple[str, float]]:
+def timeline(found: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
     """Return (kernel, µs) of the launches of a layer, from one attention to the next, and of what follows the last.
 
-    µs: from the end of the launch before to the end of this one, the median over layers of the most frequent length.
+    found: (kernel, start, end) of a step's launches by their ends. µs: from the end of the launch before to the end of
+    this one, the median over layers of the most frequent length.
     """
-    found = launches(graph, rewind)
     taken = [(name, end - before) for (name, _, end), (_, _, before) in zip(found[1:], found, strict=False)]
     starts = [index for index, (name, _) in enumerate(taken) if name.startswith("decode_kernel")]
     layers = [taken[start:end] for start, end in zip(starts, starts[1:], strict=False)]
