@@ -5,10 +5,11 @@
 Random weights, every row at --context tokens; rows advance as they do in service. gb_per_s is the bytes that a step
 moves (weights, keys and values; of experts those that the rows choose) over its time; share_of_copy is that over
 the bandwidth of a copy on the same GPU, measured first unless --bandwidth gives it, and floor_ms the time that those
-bytes take at it. --profile adds each kernel's share of one step. --ablate adds what a step takes less without
-attention, or without one of a layer's linear layers: launches overlap, so what a part costs in a step differs from what
-it takes alone. --quantization adds steps of the same shape with quantised weights; the graphs of all formats are
-replayed in turn. --own-layers adds the steps of the model's own layers, PyTorch operations in a graph.
+bytes take at it. --profile adds each kernel's share of one step, and the timeline of a layer: launches overlap, so a
+launch is given the time from the end of the launch before it to its own end, the median over the layers. --ablate adds
+what a step takes less without attention, or without one of a layer's linear layers. --quantization adds steps of the
+same shape with quantised weights; the graphs of all formats are replayed in turn. --own-layers adds the steps of the
+model's own layers, PyTorch operations in a graph.
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ def measure(
                 found["times_plain"] = round(statistics.median(times["plain"]) / ms, 3)
             if args.profile:
                 found["kernels"] = kernels(one.graph, one.rewind)
+                found["layer"] = timeline(launches(one.graph, one.rewind))
             if args.ablate:
                 found["layer_us"] = {}
                 for part in ("attention", *PRODUCTS):
@@ -238,20 +240,44 @@ def left_out(fused: FusedDecoder, part: str) -> Iterator[None]:
         fused_decoder.linear, triton_attention.paged_decode = linear, attend
 
 
-def kernels(graph: torch.cuda.CUDAGraph, rewind: Any) -> list[tuple[str, int, float]]:
+def kernels(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None]) -> list[tuple[str, int, float]]:
     """(kernel, launches, ms) of one replay; under overlap the sum exceeds the step."""
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name, start, end in launches(graph, rewind):
+        times[name] += end - start
+        counts[name] += 1
+    return [(name, counts[name], round(us / 1e3, 4)) for name, us in times.most_common(12)]
+
+
+def launches(graph: torch.cuda.CUDAGraph, rewind: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """Return (kernel, start, end) of the launches of one replay in µs, by their ends."""
     rewind()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         graph.replay()
         torch.cuda.synchronize()
-    times: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name[:48]
-            times[name] += event.device_time
-            counts[name] += 1
-    return [(name, counts[name], round(us / 1e3, 4)) for name, us in times.most_common(12)]
+    events = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = [(event.name[:48], event.time_range.start, event.time_range.end) for event in events]
+    return sorted(found, key=lambda launch: launch[2])
+
+
+def timeline(found: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """Return (kernel, µs) of the launches of a layer, from one attention to the next, and of what follows the last.
+
+    found: (kernel, start, end) of a step's launches by their ends. µs: from the end of the launch before to the end of
+    this one, the median over layers of the most frequent length.
+    """
+    taken = [(name, end - before) for (name, _, end), (_, _, before) in zip(found[1:], found, strict=False)]
+    starts = [index for index, (name, _) in enumerate(taken) if name.startswith("decode_kernel")]
+    layers = [taken[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    if not layers:
+        return []
+    length = statistics.mode(map(len, layers))
+    layers = [layer for layer in layers if len(layer) == length]
+    medians = [
+        (launch[0][0], round(statistics.median(us for _, us in launch), 2)) for launch in zip(*layers, strict=True)
+    ]
+    return [*medians, *((f"after the layers: {name}", round(us, 2)) for name, us in taken[starts[-1] + length - 1 :])]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -263,7 +289,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="to compare with (default: a copy's, measured)")
     parser.add_argument("--quantization", type=harness.names(FORMATS), default=[], help="formats beside plain weights")
     parser.add_argument("--own-layers", action="store_true", help="the model's own layers beside the fused ones")
-    parser.add_argument("--profile", action="store_true", help="each kernel's share")
+    parser.add_argument("--profile", action="store_true", help="each kernel's share, and a layer's timeline")
     parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)

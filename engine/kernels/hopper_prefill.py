@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.kernels.hopper_prefill_kernels import BLOCK, ROWS, hopper_prefill_kernel, tile_list_kernel
 from engine.kernels.launch import cdiv, next_power_of_2
-from engine.kernels.paged_decode import _LOG2_E, by_kv_head
+from engine.kernels.paged_decode import _LOG2_E, by_kv_head, check_sinks, check_window
 from engine.kernels.paged_prefill import VarlenLayout
 
 BOX = 64
@@ -51,14 +51,24 @@ def tile_list(layout: VarlenLayout, tokens: int, group: int) -> Tensor:
 
 
 def hopper_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, tiles: Tensor, scale: float, out: Tensor
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    tiles: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write causal attention of rotated queries q [T, H, D] over their sequences' pages to out [T, H * D].
 
-    As `paged_prefill` without a window, for the chunks of `tiles`, see `tile_list`. Caches are contiguous
-    [pages, page_size, KV, D]. They must be finite up to the end of each sequence's last page: append_kv and
-    norm_rope_append zero what follows the newest token.
+    As `paged_prefill` without a soft-cap, for the chunks of `tiles`, see `tile_list`. Caches are contiguous
+    [pages, page_size, KV, D]. They must be finite from the first page that a query sees to the end of each sequence's
+    last page: append_kv and norm_rope_append zero what follows the newest token.
     """
+    check_window(window)
     pages, page_size, kv_heads, dim = k_cache.shape
     q = by_kv_head(q, kv_heads)
     tokens, group = len(q), q.shape[2]
@@ -72,14 +82,16 @@ def hopper_prefill(
     head_stride = q.stride(2) if group > 1 else q.stride(1)
     if q.stride(1) % head_stride or q.stride(0) * q.element_size() % 16 or q.data_ptr() % 16:
         raise ValueError(f"q's strides must be multiples of its head stride and of 16 bytes, found {q.stride()}")
+    check_sinks(sinks, heads)
     max_tiles = (len(tiles) - 1) // 4
     groups = heads // pack
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     hopper_prefill_kernel[(min(programs, max_tiles * groups),)](
-        _query_boxes(q, pack, head_stride), _boxes(k_cache), _boxes(v_cache), out, page_table, tiles, max_tiles,
-        page_table.stride(0), q.stride(1) // head_stride, scale * _LOG2_E,
+        _query_boxes(q, pack, head_stride), _boxes(k_cache), _boxes(v_cache), out, page_table, tiles,
+        out if sinks is None else sinks, max_tiles, page_table.stride(0), q.stride(1) // head_stride, window or 0,
+        scale * _LOG2_E,
         GROUPS=groups, PER_HEAD=group // pack, HEADS=heads, DIM=dim, PAGE=page_size, PACK=pack, ROWS=ROWS, BLOCK=BLOCK,
-        STAGES=STAGES, num_warps=4, maxnreg=168,
+        STAGES=STAGES, WINDOWED=window is not None, SINKS=sinks is not None, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out
 
@@ -103,7 +115,16 @@ def _query_boxes(q: Tensor, pack: int, head_stride: int) -> Any:
     return TensorDescriptor(q, [tokens, heads, dim], [q.stride(0), head_stride, 1], block, layout)
 
 
-def error_beside_torch(heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> float:
+def error_beside_torch(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    sinks: bool = False,
+) -> float:
     """Compute a small step on the current GPU and return its relative error, the norm beside float64 attention.
 
     The chunks have tiles of every kind: full and partial, with one and several blocks, that mask one block and several.
@@ -124,7 +145,9 @@ def error_beside_torch(heads: int, kv_heads: int, dim: int, page_size: int, dtyp
     unused = torch.empty(0)
     layout = VarlenLayout(unused, unused, ends.cuda(), starts.cuda(), rows.cuda())
     q, out = draw(tokens, heads, dim), torch.empty(tokens, heads * dim, device="cuda", dtype=dtype)
-    hopper_prefill(q, k_cache, v_cache, table, tile_list(layout, tokens, heads // kv_heads), dim**-0.5, out)
+    sink_scores = draw(heads) if sinks else None
+    tiles = tile_list(layout, tokens, heads // kv_heads)
+    hopper_prefill(q, k_cache, v_cache, table, tiles, dim**-0.5, out, window=window, sinks=sink_scores)
     wanted = []
     for row, ((start, length), part) in enumerate(
         zip(chunks, q.split([length for _, length in chunks]), strict=True), 1
@@ -132,7 +155,13 @@ def error_beside_torch(heads: int, kv_heads: int, dim: int, page_size: int, dtyp
         k, v = (cache[table[row]].flatten(0, 1)[: start + length].double() for cache in (k_cache, v_cache))
         k, v = (part.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for part in (k, v))
         scores = part.transpose(0, 1).double() @ k.transpose(1, 2) * dim**-0.5
-        scores += torch.full_like(scores, float("-inf")).triu(start + 1)
+        hidden = torch.full_like(scores, float("-inf"))
+        scores += hidden.triu(start + 1)
+        if window is not None:
+            scores += hidden.tril(start - window)
+        if sink_scores is not None:
+            scores = torch.cat([scores, sink_scores.double()[:, None, None].expand(-1, length, 1)], 2)
+            v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
         wanted.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
     expected = torch.cat(wanted)
     return float((out.double() - expected).norm() / expected.norm())

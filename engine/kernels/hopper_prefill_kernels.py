@@ -30,6 +30,8 @@ ROWS = 64
 BLOCK = 128
 """Keys of one iteration."""
 
+LOG2_E = gl.constexpr(1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["chunks", "max_tiles"])  # else it compiles again for multiples of 16
 def tile_list_kernel(
@@ -78,22 +80,34 @@ def tile_list_kernel(
 
 
 @gluon.jit
+def _first_key(position, window, WINDOWED: gl.constexpr):
+    """Return the first key that a query at `position` sees, or any query after it."""
+    if WINDOWED:
+        return gl.maximum(position + 1 - window, 0)
+    else:
+        return 0
+
+
+@gluon.jit
 def _load_blocks(
-    desc, smem, ready, free, table, keys, column, index,
+    desc, smem, ready, free, table, first_key, keys, column, index,
     DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load all blocks of `keys` keys or values, the last one first; `table` is their sequence's row of the page table.
+    """Load all blocks with keys or values first_key..keys, the last block first.
 
-    `index` counts the blocks of all items; returns it.
+    `table` is their sequence's row of the page table. In place of pages before `first_key`, which may be freed, and
+    after the last key, the first and the last page are loaded again. `index` counts the blocks of all items; returns
+    it.
     """
     BLOCK: gl.constexpr = smem.type.shape[1]
     HALVES: gl.constexpr = DIM // 64
     PAGES: gl.constexpr = BLOCK // PAGE
+    first_page = first_key // PAGE
     last_page = (keys - 1) // PAGE
-    for block in range((keys - 1) // BLOCK, -1, -1):
+    for block in range((keys - 1) // BLOCK, first_key // BLOCK - 1, -1):
         slots = ()  # read before the wait, which hides their latency
         for page in gl.static_range(PAGES):
-            place = gl.minimum(block * PAGES + page, last_page)
+            place = gl.maximum(gl.minimum(block * PAGES + page, last_page), first_page)
             slots = slots + (gl.load(table + place).to(gl.int32) * PAGE,)  # type: ignore[assignment]
         stage = index % STAGES
         buffer = smem.index(stage)._reinterpret(smem.dtype, [HALVES * PAGES, PAGE, 64], desc.layout)  # noqa: SLF001
@@ -111,8 +125,8 @@ def _load_blocks(
 @gluon.jit
 def _load_keys(
     q_desc, k_desc, q_smem, k_smem, q_ready, q_free, k_ready, k_free, tiles_ptr, table_ptr, table_row, q_head,
-    num_items, GROUPS: gl.constexpr, PER_HEAD: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    STAGES: gl.constexpr, PACK: gl.constexpr,
+    num_items, window, GROUPS: gl.constexpr, PER_HEAD: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr, PACK: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Load the queries and keys of all items."""
     HALVES: gl.constexpr = DIM // 64
@@ -123,7 +137,8 @@ def _load_keys(
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = tiles_ptr + item // GROUPS * 4
         group = item % GROUPS
-        row, token, keys = gl.load(tile), gl.load(tile + 1), gl.load(tile + 2) + gl.load(tile + 3)
+        row, token, position = gl.load(tile), gl.load(tile + 1), gl.load(tile + 2)
+        keys = position + gl.load(tile + 3)
         head = group // PER_HEAD * q_head + group % PER_HEAD * PACK
         buffer = turn % 2
         mbarrier.wait(q_free.index(buffer), (turn // 2) & 1 ^ 1)
@@ -136,31 +151,34 @@ def _load_keys(
                 )  # fmt: skip
         turn += 1
         index = _load_blocks(
-            k_desc, k_smem, k_ready, k_free, table_ptr + row.to(gl.int64) * table_row, keys, group // PER_HEAD * DIM,
-            index, DIM, PAGE, STAGES,
+            k_desc, k_smem, k_ready, k_free, table_ptr + row.to(gl.int64) * table_row,
+            _first_key(position, window, WINDOWED), keys, group // PER_HEAD * DIM, index, DIM, PAGE, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def _load_values(
-    v_desc, v_smem, v_ready, v_free, tiles_ptr, table_ptr, table_row, num_items,
+    v_desc, v_smem, v_ready, v_free, tiles_ptr, table_ptr, table_row, num_items, window,
     GROUPS: gl.constexpr, PER_HEAD: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Load the values of all items."""
     index = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         tile = tiles_ptr + item // GROUPS * 4
-        row, keys = gl.load(tile), gl.load(tile + 2) + gl.load(tile + 3)
+        row, position = gl.load(tile), gl.load(tile + 2)
+        keys = position + gl.load(tile + 3)
         index = _load_blocks(
-            v_desc, v_smem, v_ready, v_free, table_ptr + row.to(gl.int64) * table_row, keys,
-            item % GROUPS // PER_HEAD * DIM, index, DIM, PAGE, STAGES,
+            v_desc, v_smem, v_ready, v_free, table_ptr + row.to(gl.int64) * table_row,
+            _first_key(position, window, WINDOWED), keys, item % GROUPS // PER_HEAD * DIM, index, DIM, PAGE, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def _blocks(
     acc, row_sum, row_max, exponentials, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, positions, index,
-    first, last, scale, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    first, last, scale, window, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Continue a softmax with blocks first, first - 1, .. last + 1.
 
@@ -181,7 +199,7 @@ def _blocks(
         acc_token = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
         if MASKED:  # positions pass through the wait, so that comparisons are not scheduled before it
             scores, positions = warpgroup_mma_wait(1, deps=(scores_token, positions))
-            scores = _mask(scores, positions - block * BLOCK)
+            scores = _mask(scores, positions - block * BLOCK, window, WINDOWED)
         else:
             scores = warpgroup_mma_wait(1, deps=(scores_token,))
         mbarrier.arrive(k_free.index(next_stage))
@@ -201,17 +219,39 @@ def _blocks(
 
 
 @gluon.jit
-def _mask(scores, last_key):
-    """Set scores [ROWS, BLOCK] to -inf after key `last_key` [ROWS] of the block."""
+def _mask(scores, last_key, window, WINDOWED: gl.constexpr):
+    """Set scores [ROWS, BLOCK] to -inf but for keys up to `last_key` [ROWS] of the block: all, or the last `window`."""
     keys = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    return gl.where(keys[None, :] <= last_key[:, None], scores, float("-inf"))
+    seen = keys[None, :] <= last_key[:, None]
+    if WINDOWED:
+        seen = seen & (keys[None, :] > last_key[:, None] - window)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _begin(scores, sinks_ptr, first_head, scale, PACK: gl.constexpr, SINKS: gl.constexpr):
+    """Return (exponentials, row_sum, row_max) of a softmax that begins with masked scores, and perhaps with a sink.
+
+    Row i is of head first_head + i % PACK. A row may see no key of the block: a finite maximum keeps exponentials 0.
+    """
+    row_max = gl.maximum(gl.max(scores, 1) * scale, -1e30)
+    if SINKS:  # one more score, whose value is 0
+        rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+        sinks = gl.load(sinks_ptr + first_head + rows % PACK).to(gl.float32) * LOG2_E
+        row_max = gl.maximum(row_max, sinks)
+        exponentials = gl.exp2(scores * scale - row_max[:, None])
+        return exponentials, gl.sum(exponentials, 1) + gl.exp2(sinks - row_max), row_max
+    else:
+        exponentials = gl.exp2(scores * scale - row_max[:, None])
+        return exponentials, gl.sum(exponentials, 1), row_max
 
 
 @gluon.jit
 def _attend(
     out_ptr, q_buffers, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free, tiles_ptr, num_items, scale,
+    sinks_ptr, window,
     GROUPS: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr,
-    WHICH: gl.constexpr,
+    WINDOWED: gl.constexpr, SINKS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute attention of rows WHICH * ROWS .. of all items.
 
@@ -242,11 +282,10 @@ def _attend(
     )
     scores = warpgroup_mma_wait(0, deps=(scores_token,))
     mbarrier.arrive(k_free.index(0), pred=has_item)
-    scores = _mask(scores, positions - (position + length - 1) // BLOCK * BLOCK)
-    # a row may see no key of the last block: a finite maximum keeps its exponentials 0
-    row_max = gl.maximum(gl.max(scores, 1) * scale, -1e30)
-    exponentials = gl.exp2(scores * scale - row_max[:, None])
-    row_sum = gl.sum(exponentials, 1)
+    scores = _mask(scores, positions - (position + length - 1) // BLOCK * BLOCK, window, WINDOWED)
+    exponentials, row_sum, row_max = _begin(
+        scores, sinks_ptr, gl.program_id(0) % GROUPS * PACK, scale, PACK, SINKS
+    )  # fmt: skip
 
     index = 0
     turn = 0
@@ -258,16 +297,26 @@ def _attend(
         last_block = (position + length - 1) // BLOCK
         # All rows see the blocks before `unmasked`. The masked loop runs at least once before the other one: ptxas sets
         # registers of matrix descriptors in the first loop only, and the second one reads them.
-        unmasked = gl.minimum((position + 1) // BLOCK, gl.maximum(last_block - 1, 0))
+        first_block = _first_key(position, window, WINDOWED) // BLOCK
+        unmasked = gl.minimum((position + 1) // BLOCK, gl.maximum(last_block - 1, first_block))
+        low = first_block
+        if WINDOWED:  # the window of some row begins after the first key of blocks before `low`
+            low = gl.maximum((position + length - window + BLOCK - 1) // BLOCK, first_block)
+            low = gl.minimum(low, unmasked)
         acc = gl.zeros([ROWS, DIM], gl.float32, O_LAYOUT)
         acc, row_sum, row_max, exponentials, index = _blocks(
             acc, row_sum, row_max, exponentials, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, positions,
-            index, last_block - 1, unmasked - 1, scale, P_LAYOUT, STAGES, True,
+            index, last_block - 1, unmasked - 1, scale, window, P_LAYOUT, STAGES, True, WINDOWED,
         )  # fmt: skip
         acc, row_sum, row_max, exponentials, index = _blocks(
             acc, row_sum, row_max, exponentials, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, positions,
-            index, unmasked - 1, -1, scale, P_LAYOUT, STAGES, False,
+            index, unmasked - 1, low - 1, scale, window, P_LAYOUT, STAGES, False, WINDOWED,
         )  # fmt: skip
+        if WINDOWED:
+            acc, row_sum, row_max, exponentials, index = _blocks(
+                acc, row_sum, row_max, exponentials, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free,
+                positions, index, low - 1, first_block - 1, scale, window, P_LAYOUT, STAGES, True, WINDOWED,
+            )  # fmt: skip
         turn += 1
 
         stage, next_stage = index % STAGES, (index + 1) % STAGES
@@ -282,11 +331,11 @@ def _attend(
         acc_token = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
         scores, positions = warpgroup_mma_wait(1, deps=(scores_token, positions))
         mbarrier.arrive(k_free.index(next_stage), pred=has_next)
-        scores = _mask(scores, positions - (next_position + next_length - 1) // BLOCK * BLOCK)
-        row_max = gl.maximum(gl.max(scores, 1) * scale, -1e30)
-        exponentials = gl.exp2(scores * scale - row_max[:, None])
+        scores = _mask(scores, positions - (next_position + next_length - 1) // BLOCK * BLOCK, window, WINDOWED)
         divisor = gl.convert_layout(row_sum, gl.SliceLayout(1, O_LAYOUT))
-        row_sum = gl.sum(exponentials, 1)
+        exponentials, row_sum, row_max = _begin(
+            scores, sinks_ptr, gl.minimum(item + step, num_items - 1) % GROUPS * PACK, scale, PACK, SINKS
+        )  # fmt: skip
         mbarrier.wait(v_ready.index(stage), (index // STAGES) & 1)  # see `_blocks`
         acc, weights, exponentials = warpgroup_mma_wait(0, deps=(acc_token, weights, exponentials))
         mbarrier.arrive(v_free.index(stage))
@@ -302,13 +351,17 @@ def _attend(
         token, position, length = next_token, next_position, next_length
 
 
-@gluon.jit(do_not_specialize=["max_tiles", "table_row", "q_head"])  # its code would be the same
+@gluon.jit(do_not_specialize=["max_tiles", "table_row", "q_head", "window"])  # its code would be the same
 def hopper_prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, table_ptr, tiles_ptr, max_tiles, table_row, q_head, scale,
+    q_desc, k_desc, v_desc, out_ptr, table_ptr, tiles_ptr, sinks_ptr, max_tiles, table_row, q_head, window, scale,
     GROUPS: gl.constexpr, PER_HEAD: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    PACK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """Write causal attention of the queries over pages to out [T, HEADS * DIM].
+
+    WINDOWED: a query sees the last `window` keys up to its own; blocks that no query of a tile sees are skipped. SINKS:
+    one more score per head, of sinks [HEADS], with a value of 0.
 
     Items of work are pairs of a tile and a group of PACK heads. `k_desc` and `v_desc` describe the caches as
     [pages * PAGE, KV * DIM] in boxes of [PAGE, 64]; `q_desc` the queries as [T, heads, DIM] in boxes of
@@ -339,19 +392,19 @@ def hopper_prefill_kernel(
         [
             (_attend, (
                 out_ptr, q_smem, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free, tiles_ptr,
-                num_items, scale, GROUPS, HEADS, DIM, STAGES, PACK, 0,
+                num_items, scale, sinks_ptr, window, GROUPS, HEADS, DIM, STAGES, PACK, WINDOWED, SINKS, 0,
             )),
             (_attend, (
                 out_ptr, q_smem, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free, tiles_ptr,
-                num_items, scale, GROUPS, HEADS, DIM, STAGES, PACK, 1,
+                num_items, scale, sinks_ptr, window, GROUPS, HEADS, DIM, STAGES, PACK, WINDOWED, SINKS, 1,
             )),
             (_load_keys, (
                 q_desc, k_desc, q_smem, k_smem, q_ready, q_free, k_ready, k_free, tiles_ptr, table_ptr, table_row,
-                q_head, num_items, GROUPS, PER_HEAD, DIM, PAGE, STAGES, PACK,
+                q_head, num_items, window, GROUPS, PER_HEAD, DIM, PAGE, STAGES, PACK, WINDOWED,
             )),
             (_load_values, (
-                v_desc, v_smem, v_ready, v_free, tiles_ptr, table_ptr, table_row, num_items, GROUPS, PER_HEAD, DIM,
-                PAGE, STAGES,
+                v_desc, v_smem, v_ready, v_free, tiles_ptr, table_ptr, table_row, num_items, window, GROUPS, PER_HEAD,
+                DIM, PAGE, STAGES, WINDOWED,
             )),
         ],
         [4, 1, 1],

@@ -58,14 +58,14 @@ class Step:
         self.k, self.v = projected[:, :, -2], projected[:, :, -1]
         self.shape = (self.tokens, heads * dim)
 
-    def run(self, tiles=None):
+    def run(self, tiles=None, **options):
         out = torch.full(self.shape, float("nan"), device="cuda", dtype=self.q.dtype)
         tiles = tile_list(self.layout, self.tokens, self.q.shape[2]) if tiles is None else tiles
-        return hopper_prefill(self.q, *self.caches, self.table, tiles, self.scale, out)
+        return hopper_prefill(self.q, *self.caches, self.table, tiles, self.scale, out, **options)
 
-    def expected(self):
+    def expected(self, **options):
         out = torch.full(self.shape, float("nan"), device="cuda", dtype=self.q.dtype)
-        return paged_prefill(self.q, *self.caches, self.table, self.layout, self.scale, out)
+        return paged_prefill(self.q, *self.caches, self.table, self.layout, self.scale, out, **options)
 
 
 def random_chunks(rng):
@@ -87,11 +87,41 @@ def test_random_chunks_equal_the_other_kernel(seed):
     assert found[step.used :].isnan().all(), "rows of padding tokens are not written"
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16, 100, 128, 129, 300, 5000])
+def test_windows_and_sinks_equal_the_other_kernel(window, sinks):
+    rng = random.Random(window or 0)
+    torch.manual_seed(rng.randrange(1000))
+    for heads, kv_heads, dim, page_size in ((32, 8, 128, 16), (64, 8, 64, 16), (9, 3, 64, 128)):
+        step = Step([*random_chunks(rng), (1500, 300), (0, 1)], heads, kv_heads, dim, page_size)
+        options = {"window": window}
+        if sinks:
+            options["sinks"] = 3 * torch.randn(heads, device="cuda", dtype=DTYPE)
+        found, wanted = step.run(**options), step.expected(**options)
+        assert found.isfinite().all()
+        assert relative_error(found, wanted) < 5e-3
+        assert relative_error(found, step.expected()) > 1e-2 or not sinks and window in (None, 5000)
+
+
+def test_pages_behind_the_window_are_not_read():
+    step = Step([(900, 150), (300, 40), (0, 20)], 32, 8, 128)
+    wanted = step.expected(window=200)
+    for row, start in ((1, 900), (2, 300)):
+        behind = (start + 1 - 200) // 16
+        for cache in step.caches:
+            cache[step.table[row, :behind]] = float("nan")
+        step.table[row, :behind] = 0  # freed: the scratch page
+    for cache in step.caches:
+        cache[0] = float("nan")
+    assert relative_error(step.run(window=200), wanted) < 5e-3
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (150, False), (150, True), (None, True)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_size"), [(32, 8, 128, 16), (16, 8, 128, 16), (9, 3, 64, 32)]
 )
-def test_small_step_equals_float64(heads, kv_heads, dim, page_size):
-    assert error_beside_torch(heads, kv_heads, dim, page_size, DTYPE) < 5e-3
+def test_small_step_equals_float64(heads, kv_heads, dim, page_size, window, sinks):
+    assert error_beside_torch(heads, kv_heads, dim, page_size, DTYPE, window=window, sinks=sinks) < 5e-3
 
 
 def test_results_do_not_depend_on_the_run():
