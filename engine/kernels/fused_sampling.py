@@ -67,7 +67,7 @@ ROW_LIMITS = tuple(most for most, _ in SPLITS[:-1])
 """Numbers of rows above which other kernels are launched."""
 
 _SUM_CHUNK, _SUM_WARPS = 256, 2
-_LEAST_CAPACITY = 4096
+_LEAST_CAPACITY = 4096  # tokens of windows: those of a small vocabulary differ more from the average
 _SEARCH_TILE, _SEARCH_WARPS = 512, 16
 
 
@@ -234,7 +234,7 @@ def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Te
     spans = cdiv(vocab_size, span)
     gather_buckets_kernel[(cdiv(spans, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else spans, rows)](
         logits, temperature, top_k, top_p, u, tile_max, edges, totals, window_keys, token_ids, *strides,
-        TILE=tile_args["TILE"], CAPACITY=capacity, num_warps=_WARPS, **bucket_args,
+        TILE=tile_args["TILE"], CAPACITY=capacity, num_warps=span // _SUM_CHUNK, **bucket_args,
     )  # fmt: skip
     scratch = torch.empty(rows, SORTED, dtype=torch.int64, device=device)
     search_kernel[(rows,)](
