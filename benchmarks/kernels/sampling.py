@@ -6,9 +6,8 @@
 
 bf16 logits. kernels_ms, torch_ms: the time of one replay of the CUDA graph of a sampling step, between events around
 10 replays; without a GPU, of one call. over_first_us: what that takes longer than with the first --params, in
-microseconds.
-same_tokens: the share of tokens that are those of PyTorch's operations. The third command tries it without a GPU, where
-Triton is installed.
+microseconds. same_tokens: the share of tokens that are those of PyTorch's operations. The third command tries it
+without a GPU, where Triton is installed.
 """
 
 from __future__ import annotations
