@@ -51,8 +51,8 @@ SORTED = 1024
 class Split(NamedTuple):
     """How rows are split into buckets. More buckets cost more per logit and leave fewer tokens to a row's search.
 
-    A program that sums buckets handles `span` logits. The windows of a row may hold as many tokens as `window_buckets`
-    average buckets; a row with more is searched in its logits, which takes milliseconds.
+    A program that sums buckets handles at most `span` logits. The windows of a row may hold as many tokens as
+    `window_buckets` average buckets; a row with more is searched in its logits, which takes milliseconds.
     """
 
     buckets: int
@@ -60,14 +60,14 @@ class Split(NamedTuple):
     window_buckets: int
 
 
-SPLITS = ((8, Split(64, 1024, 16)), (2**31, Split(16, 8192, 8)))
+SPLITS = ((8, Split(64, 2048, 16)), (2**31, Split(16, 4096, 5)))
 """Splits by the number of rows, at most."""
 
 ROW_LIMITS = tuple(most for most, _ in SPLITS[:-1])
 """Numbers of rows above which other kernels are launched."""
 
-_SPAN_CHUNK = 256
-_GATHER_TILE = 1024
+_SUM_CHUNK, _SUM_WARPS = 256, 2
+_LEAST_CAPACITY = 4096  # tokens of windows: those of a small vocabulary differ more from the average
 _SEARCH_TILE, _SEARCH_WARPS = 512, 16
 
 
@@ -214,8 +214,10 @@ def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Te
         logits, temperature, top_k, tile_max, bin_counts, sort_keys, *strides,
         MAX_CANDIDATES=candidates, **tile_args, **row_args, **id_args,
     )  # fmt: skip
-    buckets, span, window_buckets = next(split for most, split in SPLITS if rows <= most)
-    bucket_args = {"V": vocab_size, "SAMPLES": SAMPLES, "BUCKETS": buckets} | row_args | id_args
+    buckets, most_logits, window_buckets = next(split for most, split in SPLITS if rows <= most)
+    # Equal logits are told apart by their span, so there are two spans per bucket also of a small vocabulary.
+    span = min(most_logits, max(_SUM_CHUNK, next_power_of_2(vocab_size) // (2 * buckets)))
+    bucket_args = {"V": vocab_size, "SAMPLES": SAMPLES, "BUCKETS": buckets, "SPAN": span} | row_args | id_args
     edges = torch.empty(rows, SAMPLES + 1, dtype=torch.int64, device=device)
     totals = torch.empty(rows, 2 * buckets + NUM_TOTALS, dtype=torch.int64, device=device)
     sample_candidates_kernel[(rows,)](
@@ -225,14 +227,14 @@ def _sample_truncated(launch: _Launch, columns: dict[str, Tensor], token_ids: Te
     )  # fmt: skip
     bucket_sums_kernel[(cdiv(vocab_size, span), rows, cdiv(buckets, SUMMED))](
         logits, temperature, min_p, tile_max, edges, totals, token_ids, *strides,
-        SPAN=span, CHUNK=_SPAN_CHUNK, num_warps=_WARPS, **bucket_args,
+        CHUNK=_SUM_CHUNK, num_warps=_SUM_WARPS, **bucket_args,
     )  # fmt: skip
-    capacity = window_buckets * cdiv(vocab_size, buckets)
+    capacity = max(window_buckets * cdiv(vocab_size, buckets), _LEAST_CAPACITY if window_buckets else 0)
     window_keys = torch.empty(rows, capacity, dtype=torch.int64, device=device)
-    programs = cdiv(vocab_size, _GATHER_TILE)
-    gather_buckets_kernel[(cdiv(programs, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else programs, rows)](
+    spans = cdiv(vocab_size, span)
+    gather_buckets_kernel[(cdiv(spans, _TILES_PER_PROGRAM) if rows >= _MANY_ROWS else spans, rows)](
         logits, temperature, top_k, top_p, u, tile_max, edges, totals, window_keys, token_ids, *strides,
-        TILE=_GATHER_TILE, CAPACITY=capacity, num_warps=_WARPS, **bucket_args,
+        TILE=tile_args["TILE"], CAPACITY=capacity, num_warps=span // _SUM_CHUNK, **bucket_args,
     )  # fmt: skip
     scratch = torch.empty(rows, SORTED, dtype=torch.int64, device=device)
     search_kernel[(rows,)](

@@ -119,11 +119,16 @@ def scaled(x, max_logit, temperature):
 @triton.jit
 def weights_of(z):
     """Return the integer weights int64 of z float32 <= 0."""
+    return relative_weights(z).to(tl.int64)
+
+
+@triton.jit
+def relative_weights(z):
+    """Return the weights float32 of z float32 <= 0 before they are rounded down to an integer."""
     if _HAS_LIBDEVICE:
-        relative = libdevice.exp(z)
+        return libdevice.exp(z) * _ONE
     else:
-        relative = tl.exp(z)
-    return (relative * _ONE).to(tl.int64)
+        return tl.exp(z) * _ONE
 
 
 @triton.jit

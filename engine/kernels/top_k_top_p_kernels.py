@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.sampling_kernels import logits_tile, min_p_weight, row_max, scaled, weights_of
+from engine.kernels.sampling_kernels import logits_tile, min_p_weight, relative_weights, row_max, scaled, weights_of
 
 BINS = 256
 """Bins of a row's coarse histogram of z, each an eighth of a unit wide; the last bin holds all the rest."""
@@ -52,7 +52,8 @@ _GROUPS_PER_TOP_K = tl.constexpr(4)  # fewer groups than this per token of top-k
 _FEW = tl.constexpr(128)  # candidates whose places are found by comparing all pairs; more are sorted
 _PAIRS = tl.constexpr(16)  # candidates that each one is compared with at a time
 _PARTS = tl.constexpr(16)  # parts into which one pass over the tokens of a search splits them
-_COUNT_BITS, _MAX_COUNT = tl.constexpr(8), tl.constexpr(255)  # lower bits of a sum of weights that count its tokens
+_TOKEN = tl.constexpr(2.0**-7)  # what a token adds to a sum of weights, float64, beside its weight: counts 64 exactly
+_MAX_COUNT = tl.constexpr(64)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -135,7 +136,7 @@ def sample_candidates_kernel(
     tile_max_ptr, tile_sum_ptr, bin_count_ptr, key_ptr, edge_ptr, totals_ptr, out_ptr, kept_ptr,
     logits_stride, param_stride,
     V: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
-    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, ID_BITS: tl.constexpr,
+    SAMPLES: tl.constexpr, SPAN: tl.constexpr, BUCKETS: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
     """Write the token sampled from a row's candidates to out int64 [rows]; -1 without a finite maximum.
 
@@ -274,44 +275,81 @@ def bucket_sums_kernel(
 ):  # fmt: skip
     """Add a span's share to the totals of an undecided row: cumulative sums of its buckets, and the sum of min-p.
 
-    A program handles SPAN logits, CHUNK per iteration, and _SUMMED buckets.
+    A program handles SPAN logits, CHUNK per iteration, 4 per thread, and _SUMMED buckets. Sums are of float64, which
+    holds them exactly: on data-centre GPUs its addition takes one instruction, in another pipe than the comparison.
     """
+    start = tl.program_id(0) * SPAN
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * param_stride)
     if _is_undecided(temperature, out_ptr + row):
-        tl.static_assert(SPAN // CHUNK <= _MAX_COUNT)
+        tl.static_assert(SPAN // CHUNK * 4 <= _MAX_COUNT)
         max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
-        min_weight = min_p_weight(tl.load(min_p_ptr + row * param_stride))
-        row_ptr = logits_ptr + row * logits_stride
         totals_ptr += row * (2 * BUCKETS + _NUM_TOTALS)
+        min_weight = min_p_weight(tl.load(min_p_ptr + row * param_stride)).to(tl.float64)
+        row_ptr = logits_ptr + row * logits_stride
         buckets = tl.program_id(2) * _SUMMED + tl.arange(0, _SUMMED)
-        ends = tl.load(_edge_of(edge_ptr + row * (SAMPLES + 1), totals_ptr, buckets + 1, BUCKETS))
-        sums = tl.zeros([_SUMMED, CHUNK], tl.int64)  # of weights, with the number of tokens in the lower bits
-        kept = tl.zeros([CHUNK], tl.int64)
-        for start in range(0, SPAN, CHUNK):
-            at = tl.program_id(0) * SPAN + start + tl.arange(0, CHUNK)
+        ends = _edge_of(edge_ptr + row * (SAMPLES + 1), totals_ptr, buckets + 1, SPAN, BUCKETS, ID_BITS)
+        least = _threshold(ends, start, ID_BITS)
+        sums = tl.zeros([_SUMMED, CHUNK // 4], tl.float64)
+        kept = tl.zeros([CHUNK // 4], tl.float64)
+        for first in range(start, start + SPAN, CHUNK):
+            at = first + tl.arange(0, CHUNK)
             x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
             z = scaled(x, max_logit, temperature)
-            keys, weights = sort_keys(z, at, ID_BITS), weights_of(z)
-            sums += tl.where(keys[None, :] < ends[:, None], ((weights << _COUNT_BITS) | 1)[None, :], 0)
-            kept += tl.where(weights >= min_weight, weights, 0)
-        tl.atomic_add(totals_ptr + buckets, tl.sum(sums >> _COUNT_BITS, 1), sem="relaxed")
-        counts = tl.sum((sums & _MAX_COUNT).to(tl.int32), 1)
+            weights = tl.floor(relative_weights(z)).to(tl.float64)
+            z_0, z_1 = _halves(z)
+            weights_0, weights_1 = _halves(weights)
+            sums, kept = _add_pairs(sums, kept, z_0, weights_0, least, min_weight)
+            sums, kept = _add_pairs(sums, kept, z_1, weights_1, least, min_weight)
+        masses = tl.floor(sums)
+        counts = tl.sum(((sums - masses) / _TOKEN).to(tl.int32), 1)
+        tl.atomic_add(totals_ptr + buckets, tl.sum(masses.to(tl.int64), 1), sem="relaxed")
         tl.atomic_add(totals_ptr + BUCKETS + buckets, counts.to(tl.int64), sem="relaxed")
         if tl.program_id(2) == 0:
-            tl.atomic_add(totals_ptr + 2 * BUCKETS + _MIN_P_SUM, tl.sum(kept, 0), sem="relaxed")
+            tl.atomic_add(totals_ptr + 2 * BUCKETS + _MIN_P_SUM, tl.sum(kept.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit
+def _halves(x):
+    """Return the even and the odd elements of x [2 * n], which for neighbours in one thread moves no data."""
+    return tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+
+
+@triton.jit
+def _add_pairs(sums, kept, z, weights, least, min_weight):
+    """Return sums and kept of bucket_sums_kernel after two tokens per thread: z and weights are [2 * threads]."""
+    z_0, z_1 = _halves(z)
+    weights_0, weights_1 = _halves(weights)
+    kept += tl.where(weights_0 >= min_weight, weights_0, 0)
+    kept += tl.where(weights_1 >= min_weight, weights_1, 0)
+    sums = _add_above(sums, z_0[None, :], least[:, None], (weights_0 + _TOKEN)[None, :])
+    return _add_above(sums, z_1[None, :], least[:, None], (weights_1 + _TOKEN)[None, :]), kept
+
+
+@triton.jit
+def _add_above(sums, z, least, amounts):
+    """Return sums float64 plus the amounts where z > least, in two instructions."""
+    if _INTERPRETED:
+        return sums + tl.where(z > least, amounts, 0.0)
+    else:
+        # The bits of 1.0 as the upper half of a float64 are 2**-7.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero, one; .reg .b64 step; mov.b32 zero, 0; set.gt.f32.f32 one, $2, $3;"
+            " mov.b64 step, {zero, one}; fma.rn.f64 $0, step, $4, $1; }",
+            "=d,d,f,f,d", [sums, z, least, amounts * 128], dtype=tl.float64, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def gather_buckets_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, u_ptr, tile_max_ptr, edge_ptr, totals_ptr, key_ptr, out_ptr,
     logits_stride, param_stride,
-    V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+    V: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, CAPACITY: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
     """Gather the sort keys of the windows' tokens of an undecided row, in any order, into key int64 [rows, CAPACITY].
 
-    The lists of the windows follow each other. Nothing is gathered if they don't fit.
+    The lists of the windows follow each other. Nothing is gathered if they don't fit. tile_max is of tiles of TILE.
     """
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * param_stride)
@@ -320,29 +358,35 @@ def gather_buckets_kernel(
         edge_ptr += row * (SAMPLES + 1)
         top_k = tl.load(top_k_ptr + row * param_stride).to(tl.int64)
         top_p, u = tl.load(top_p_ptr + row * param_stride), tl.load(u_ptr + row * param_stride)
-        firsts, lasts, sizes = _windows(totals_ptr, edge_ptr, top_k, top_p, u, BUCKETS, ID_BITS)
+        firsts, lasts, sizes = _windows(totals_ptr, edge_ptr, top_k, top_p, u, SPAN, BUCKETS, ID_BITS)
         if tl.sum(sizes, 0) <= CAPACITY:
             starts = tl.cumsum(sizes, 0) - sizes
+            lows = _edge_of(edge_ptr, totals_ptr, tl.maximum(firsts, 0), SPAN, BUCKETS, ID_BITS)
+            highs = _edge_of(edge_ptr, totals_ptr, tl.minimum(lasts + 1, BUCKETS), SPAN, BUCKETS, ID_BITS)
             max_logit = row_max(tile_max_ptr + row * NUM_TILES, NUM_TILES, TILES_PAD)
             row_ptr = logits_ptr + row * logits_stride
-            for start in range(tl.program_id(0) * TILE, V, tl.num_programs(0) * TILE):
-                at = start + tl.arange(0, TILE)
-                x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-                keys = sort_keys(scaled(x, max_logit, temperature), at, ID_BITS)
-                for window in tl.static_range(_WINDOWS):
-                    size = _item(sizes, window)
-                    if size > 0:
-                        low = tl.load(_edge_of(edge_ptr, totals_ptr, _item(firsts, window), BUCKETS))
-                        high = tl.load(_edge_of(edge_ptr, totals_ptr, _item(lasts, window) + 1, BUCKETS))
-                        list_ptr = key_ptr + row * CAPACITY + _item(starts, window)
-                        _append(keys, (keys >= low) & (keys < high), list_ptr, totals_ptr + 2 * BUCKETS + window, size)
+            for start in range(tl.program_id(0) * SPAN, V, tl.num_programs(0) * SPAN):
+                greatest, least = _threshold(lows, start, ID_BITS), _threshold(highs, start, ID_BITS)
+                is_needed = True
+                if TILE >= SPAN:  # many tiles hold no token of a window
+                    tile_max = tl.load(tile_max_ptr + row * NUM_TILES + start // TILE)
+                    is_needed = scaled(tile_max, max_logit, temperature) > tl.min(least, 0)
+                if is_needed:
+                    z = scaled(logits_tile(row_ptr, start // SPAN, V, SPAN), max_logit, temperature)
+                    keys = sort_keys(z, start + tl.arange(0, SPAN), ID_BITS)
+                    for window in range(_WINDOWS):
+                        size = _item(sizes, window)
+                        if size > 0:
+                            is_member = (z > _item(least, window)) & (z <= _item(greatest, window))
+                            list_ptr = key_ptr + row * CAPACITY + _item(starts, window)
+                            _append(keys, is_member, list_ptr, totals_ptr + 2 * BUCKETS + window, size)
 
 
 @triton.jit
 def search_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, u_ptr, tile_max_ptr, edge_ptr, totals_ptr, key_ptr, sorted_ptr,
     out_ptr, kept_ptr, logits_stride, param_stride,
-    V: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
+    V: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, NUM_TILES: tl.constexpr, TILES_PAD: tl.constexpr,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, CAPACITY: tl.constexpr, SORTED: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
     """Write what sample_candidates_kernel does, for undecided rows.
@@ -358,7 +402,7 @@ def search_kernel(
         edge_ptr += row * (SAMPLES + 1)
         top_k = tl.load(top_k_ptr + row * param_stride).to(tl.int64)
         top_p, u = tl.load(top_p_ptr + row * param_stride), tl.load(u_ptr + row * param_stride)
-        firsts, lasts, sizes = _windows(totals_ptr, edge_ptr, top_k, top_p, u, BUCKETS, ID_BITS)
+        firsts, lasts, sizes = _windows(totals_ptr, edge_ptr, top_k, top_p, u, SPAN, BUCKETS, ID_BITS)
         starts = tl.cumsum(sizes, 0) - sizes
         buckets = tl.arange(0, BUCKETS)
         weight_sums, counts = tl.load(totals_ptr + buckets), tl.load(totals_ptr + BUCKETS + buckets)
@@ -385,6 +429,8 @@ def search_kernel(
                     tl.where(is_listed, _item(sizes, window), V), inside.to(tl.int32), edge_ptr,
                     sorted_ptr + row * SORTED, max_logit, temperature,
                     (bucket * num_edges) // BUCKETS, ((bucket + 1) * num_edges) // BUCKETS,
+                    _edge_of(edge_ptr, totals_ptr, bucket, SPAN, BUCKETS, ID_BITS),
+                    _edge_of(edge_ptr, totals_ptr, bucket + 1, SPAN, BUCKETS, ID_BITS),
                     _before(amounts, bucket), _before(weight_sums, bucket), goal, by_count,
                     V, TILE, SORTED, ID_BITS,
                 )  # fmt: skip
@@ -411,13 +457,26 @@ def _before(sums, bucket):
 
 
 @triton.jit
-def _edge_of(edge_ptr, totals_ptr, bucket, BUCKETS: tl.constexpr):
-    """Return a pointer to the sort key at which a bucket of a row begins; BUCKETS: at which the last one ends."""
-    return edge_ptr + (bucket * tl.load(totals_ptr + 2 * BUCKETS + _NUM_EDGES)) // BUCKETS
+def _edge_of(edge_ptr, totals_ptr, bucket, SPAN: tl.constexpr, BUCKETS: tl.constexpr, ID_BITS: tl.constexpr):
+    """Return the sort key at which a bucket of a row begins; BUCKETS: at which the last one ends.
+
+    Its id is rounded down to the start of a span, so that within a span it is a threshold of z: see _threshold.
+    """
+    edge = tl.load(edge_ptr + (bucket * tl.load(totals_ptr + 2 * BUCKETS + _NUM_EDGES)) // BUCKETS)
+    return edge & ~((SPAN - 1) & ((1 << ID_BITS) - 1))
 
 
 @triton.jit
-def _windows(totals_ptr, edge_ptr, top_k, top_p, u, BUCKETS: tl.constexpr, ID_BITS: tl.constexpr):
+def _threshold(edge, start, ID_BITS: tl.constexpr):
+    """Return the z above which tokens of the span from `start` on are before an edge of `_edge_of`."""
+    bits = (edge >> ID_BITS).to(tl.int32) + (start < (edge & ((1 << ID_BITS) - 1))).to(tl.int32)
+    return -bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _windows(
+    totals_ptr, edge_ptr, top_k, top_p, u, SPAN: tl.constexpr, BUCKETS: tl.constexpr, ID_BITS: tl.constexpr
+):  # fmt: skip
     """Return the first and last buckets in which the searches of a row can end, and their tokens, int32 [4] each.
 
     A search knows the result of the one before it only to within a bucket. Searches that are not needed have the last
@@ -437,8 +496,8 @@ def _windows(totals_ptr, edge_ptr, top_k, top_p, u, BUCKETS: tl.constexpr, ID_BI
         p_first = tl.sum((weight_sums < least).to(tl.int32), 0)
         p_last = tl.sum((weight_sums < goal).to(tl.int32), 0)
         # Top-p exceeds the goal by less than a token, and no token from p_first on weighs more than its first key.
-        token = _weights_of_keys(tl.load(_edge_of(edge_ptr, totals_ptr, p_first, BUCKETS)), ID_BITS)
-        most = tl.minimum(goal + token, _before(weight_sums, p_last + 1))
+        first_key = _edge_of(edge_ptr, totals_ptr, p_first, SPAN, BUCKETS, ID_BITS)
+        most = tl.minimum(goal + _weights_of_keys(first_key, ID_BITS), _before(weight_sums, p_last + 1))
     first = tl.sum((weight_sums <= _target(u, tl.minimum(least, min_p_sum))).to(tl.int32), 0)
     last = tl.sum((weight_sums <= _target(u, tl.minimum(most, min_p_sum))).to(tl.int32), 0)
     at = tl.arange(0, 4)
@@ -455,23 +514,22 @@ def _windows(totals_ptr, edge_ptr, top_k, top_p, u, BUCKETS: tl.constexpr, ID_BI
 @triton.jit
 def _search(
     list_ptr, row_ptr, is_listed, count, inside, edge_ptr, sorted_ptr, max_logit, temperature,
-    first_edge, last_edge, before, weight_before, goal, by_count,
+    first_edge, last_edge, low, high, before, weight_before, goal, by_count,
     V: tl.constexpr, TILE: tl.constexpr, SORTED: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the first sort key up to which the weights (by_count: the tokens) sum to `goal`, and the sum of weights.
 
-    The key is between two edges, as are `inside` of the `count` tokens of the list, or else of the row. The sums before
-    the first edge are `before` and, of weights, `weight_before`. Each pass over the tokens splits the range at edges
-    in it, or evenly when there are none left.
+    The key is from `low` on and below `high`, as are `inside` of the `count` tokens of the list, or else of the row.
+    The sums before `low` are `before` and, of weights, `weight_before`. Each pass over the tokens splits the range at
+    edges in it, or evenly when there are none left.
     """
     parts = tl.arange(0, _PARTS)
-    low, high = tl.load(edge_ptr + first_edge), tl.load(edge_ptr + last_edge)
     while inside > SORTED:
         has_edges = last_edge - first_edge > 1
         edges = first_edge + ((last_edge - first_edge) * (parts + 1)) // _PARTS
         even = low + ((high - low) // _PARTS) * (parts + 1)
         ends = tl.load(edge_ptr + edges, mask=has_edges & (parts < _PARTS - 1), other=0)
-        ends = tl.where(parts == _PARTS - 1, high, tl.where(has_edges, ends, even))
+        ends = tl.where(parts == _PARTS - 1, high, tl.minimum(tl.where(has_edges, ends, even), high))
         sums = tl.zeros([_PARTS, TILE], tl.int64)
         numbers = tl.zeros([_PARTS, TILE], tl.int32)
         for start in range(0, count, TILE):
