@@ -76,7 +76,8 @@ def write_inputs(folder: Path) -> list[str]:
     reward.write_text(REWARD)
     return [
         f"data.train_files={data}", f"data.val_files={data}", f"{MODEL}.path={folder / 'model'}",
-        f"trainer.default_local_dir={folder / 'out'}", f"reward.custom_reward_function.path={reward}",
+        f"trainer.default_local_dir={folder / 'out'}", f"hydra.run.dir={folder}/hydra",
+        f"reward.custom_reward_function.path={reward}",
     ]  # fmt: skip
 
 
