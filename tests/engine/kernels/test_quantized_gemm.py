@@ -17,13 +17,16 @@ from engine.kernels.quantized_gemm import (
     MAX_ROWS,
     LaunchConfig,
     Layout,
+    RingConfig,
     StreamConfig,
     choose_config,
     dequantize,
+    fill_ring,
     half_normed,
     layout_of,
     multiplies_fp8,
     multiply,
+    ring_config,
     stream_config,
 )
 from engine.kernels.small_batch_gemm import Scratch
@@ -192,6 +195,35 @@ def test_tiles_of_the_fewest_rows_do_not_change_a_result_between_runs(scheme: st
         wanted = F.silu(value[:, :outputs]) * value[:, outputs:] if gated else value
         assert relative_error(runs[0], wanted) < TOLERANCE, pick
         assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2]), pick
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: Gluon is not interpreted")
+@pytest.mark.parametrize(
+    "scheme", ["fp8 per row", "fp8 per matrix", "fp8 blocks", "int8 groups with zeros", "int4 per row",
+               "int4 groups", "int4 groups with zeros"],
+)  # fmt: skip
+@pytest.mark.parametrize("share", ["outputs", "inputs", "gate"])
+def test_tiles_of_the_ring_do_not_change_a_result_between_runs(scheme: str, share: str) -> None:
+    gated, outputs, inputs = share == "gate", 200, 1792  # tiles that aren't full
+    layer = make_layer(scheme, {"a": outputs, "b": outputs} if gated else {"a": outputs}, inputs)
+    weight = layer.linear_weight
+    if ring_config(1, weight, inputs) is None:
+        pytest.skip("needs a GPU with compute capability 9.0 and Triton 3.6 or 3.7")
+    layout, exact = layout_of(weight, inputs), exact_weight(layer).double()
+    for rows, step, per_sm, splits in ((1, 128, 2, 1), (8, 64, 2, 4), (13, 128, 1, 2), (32, 64, 2, 2), (60, 64, 1, 4)):
+        start = RingConfig(max(8, 1 << (rows - 1).bit_length()), 64, step, share, 1, 1, per_sm)
+        pick = fill_ring(start, outputs, inputs, layout, splits)
+        x, bias, runs = random(rows, inputs), random(layer.outputs, seed=3), []
+        scratch = scratch_for(rows, outputs, inputs)
+        for _ in range(3):
+            out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
+            linear(x, weight, out, scratch, bias=bias, gated=gated, pick=pick)
+            runs.append(out)
+        value = x.double() @ exact.T + bias.double()
+        wanted = F.silu(value[:, :outputs]) * value[:, outputs:] if gated else value
+        assert relative_error(runs[0], wanted) < TOLERANCE, pick
+        assert torch.equal(runs[0], runs[1]) and torch.equal(runs[1], runs[2]), pick
+        assert not scratch.arrivals.any()
 
 
 @pytest.mark.parametrize("rows", [1, 3] if INTERPRETED else [1, 3, 40, 100])
