@@ -220,13 +220,13 @@ def _norms(squares_ptr, m_count, eps, K: gl.constexpr, BM: gl.constexpr, MMA: gl
 
 @gluon.jit
 def _store(
-    y, gate, n_first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
+    y, gate, n_first, m_first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
     GATED: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Apply bias, gate and residual to y float32 [WN, BM], store it as out[m, n], and begin the next norm."""
     MMA: gl.constexpr = y.type.layout
     n = n_first + gl.arange(0, y.shape[0], gl.SliceLayout(1, MMA))
-    m = gl.arange(0, y.shape[1], gl.SliceLayout(0, MMA))
+    m = m_first + gl.arange(0, y.shape[1], gl.SliceLayout(0, MMA))
     mask_n, mask_m = n < n_count, m < m_count
     if BIAS:
         up = n_count if GATED else 0
@@ -236,7 +236,7 @@ def _store(
     if GATED:
         y = gate / (1.0 + gl.exp(-gate)) * y
     mask = mask_n[:, None] & mask_m[None, :]
-    at = m[None, :].to(gl.int64) * n_count + n[:, None]
+    at = m[None, :] * n_count + n[:, None]
     if ADD:
         y += gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
     rounded = y.to(out_ptr.dtype.element_ty)
@@ -249,6 +249,13 @@ def _store(
 
 
 @gluon.jit
+def _offsets(ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return int32 [ROWS, COLUMNS]: the offsets of a matrix whose rows are STRIDE apart."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return rows[:, None] * STRIDE + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
 def _finish(
     y, gate, n_first, unit, split, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, partial_ptr,
     arrivals_ptr, m_count, n_count,
@@ -258,31 +265,36 @@ def _finish(
     """Add the sums of the splits, in order, and apply the epilogue; the last program to arrive does. As `finish`."""
     if SPLITS == 1:
         _store(
-            y, gate, n_first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count, GATED,
-            ADD, BIAS, HALF_NORM, UNITS,
+            y, gate, n_first, 0, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
+            GATED, ADD, BIAS, HALF_NORM, UNITS,
         )  # fmt: skip
     else:
-        MMA: gl.constexpr = y.type.layout
-        SIZE: gl.constexpr = y.shape[0] * y.shape[1]
+        WN: gl.constexpr = y.shape[0]
+        BM: gl.constexpr = y.shape[1]
         SUMS: gl.constexpr = 2 if GATED else 1
-        row = gl.arange(0, y.shape[0], gl.SliceLayout(1, MMA))[:, None]
-        ptrs = partial_ptr + unit * (SPLITS * SUMS * SIZE) + row * y.shape[1]
-        ptrs += gl.arange(0, y.shape[1], gl.SliceLayout(0, MMA))[None, :]
-        gl.store(ptrs + split * (SUMS * SIZE), y)
+        partial_ptr += unit * (SPLITS * SUMS * WN * BM)
+        LAYOUT: gl.constexpr = y.type.layout
+        offsets = _offsets(WN, BM, BM, LAYOUT)
+        gl.store(partial_ptr + split * (SUMS * WN * BM) + offsets, y)
         if GATED:
-            gl.store(ptrs + (split * SUMS + 1) * SIZE, gate)
+            gl.store(partial_ptr + (split * SUMS + 1) * (WN * BM) + offsets, gate)
         gl.thread_barrier()  # all warps store before the arrival, which releases these stores
         if gl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            total = gl.zeros_like(y)
-            total_gate = gl.zeros_like(y)
-            for other in gl.static_range(SPLITS):
-                total += gl.load(ptrs + other * (SUMS * SIZE), cache_modifier=".cg")
-                if GATED:
-                    total_gate += gl.load(ptrs + (other * SUMS + 1) * SIZE, cache_modifier=".cg")
-            _store(
-                total, total_gate, n_first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count,
-                n_count, GATED, ADD, BIAS, HALF_NORM, UNITS,
-            )  # fmt: skip
+            COLUMNS: gl.constexpr = 32 if BM > 32 else BM  # at once: more of them would need too many registers
+            MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+            some = _offsets(WN, COLUMNS, BM, MMA)
+            for first in range(0, BM, COLUMNS):
+                total = gl.zeros([WN, COLUMNS], gl.float32, MMA)
+                total_gate = gl.zeros([WN, COLUMNS], gl.float32, MMA)
+                for other in range(SPLITS):
+                    sums_ptr = partial_ptr + other * (SUMS * WN * BM) + first
+                    total += gl.load(sums_ptr + some, cache_modifier=".cg")
+                    if GATED:
+                        total_gate += gl.load(sums_ptr + WN * BM + some, cache_modifier=".cg")
+                _store(
+                    total, total_gate, n_first, first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
+                    m_count, n_count, GATED, ADD, BIAS, HALF_NORM, UNITS,
+                )  # fmt: skip
             gl.store(arrivals_ptr + unit, 0)
 
 
