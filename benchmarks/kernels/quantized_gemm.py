@@ -34,9 +34,13 @@ if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works t
     from engine.kernels.quantized_gemm import (
         MAX_ROWS,
         LaunchConfig,
+        RingConfig,
         StreamConfig,
         choose_config,
+        fill_ring,
+        gluon_config,
         layout_of,
+        ring_config,
         stream_config,
     )
     from engine.kernels.small_batch_gemm import Scratch
@@ -114,12 +118,16 @@ def library(case: Case, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return F.silu(y[:, : case.n]) * y[:, case.n :] if case.gated else y
 
 
-def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig]:
+def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig | RingConfig]:
     """Tiles worth trying, the engine's choice first."""
     layout = layout_of(weight, case.k)
+    chosen = choose_config(rows, case.n, case.k, case.gated, layout)
+    found: list[LaunchConfig | StreamConfig | RingConfig] = [
+        gluon_config(rows, weight, case.k, case.gated) or chosen,
+        *ring_candidates(case, rows, weight),
+        chosen,
+    ]
     stream = stream_config(rows, weight, case.k, case.gated)
-    found: list[LaunchConfig | StreamConfig] = [] if stream is None else [stream]
-    found.append(choose_config(rows, case.n, case.k, case.gated, layout))
     if stream is not None:
         found += [stream._replace(tile_outputs=n, warps=w) for n, w in itertools.product((16, 32), (2, 4, 8))]
         return list(dict.fromkeys(found))
@@ -135,6 +143,23 @@ def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig
             continue
         found.append(LaunchConfig(tile_rows, outputs, step, splits, warps, stages))
     return list(dict.fromkeys(found))
+
+
+def ring_candidates(case: Case, rows: int, weight: LinearWeight) -> list[RingConfig]:
+    """Return tiles of quantized_ring_kernels.py that fill the SMs about once."""
+    start, layout = ring_config(rows, weight, case.k, case.gated), layout_of(weight, case.k)
+    found = []
+    for share, outputs, step, splits, per_sm in itertools.product(
+        ("gate",) if case.gated else ("outputs", "inputs"), (64, 128), (64, 128), (1, 2, 4), (1, 2)
+    ):
+        if start is None or (outputs == 128 and per_sm == 2):
+            continue
+        pick = start._replace(tile_outputs=outputs, step_bytes=step, share=share, per_sm=per_sm)
+        pick = fill_ring(pick, case.n, case.k, layout, splits)
+        programs = -(-case.n // (outputs * (2 if share == "outputs" else 1))) * splits
+        if pick is not None and 60 * per_sm <= programs <= 300 * per_sm:
+            found.append(pick)
+    return found
 
 
 def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep: bool, end: float) -> list[Any]:

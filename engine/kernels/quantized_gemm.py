@@ -180,13 +180,13 @@ def ring_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fals
     if layout.mode == "weight" or layout.step_bytes != 128:
         return None
     outputs = len(weight.weight) // (2 if gated else 1)
-    tile_rows = max(8, next_power_of_2(rows))
+    tile_rows, tile_outputs = max(8, next_power_of_2(rows)), 64
     if tile_rows == 128:
-        share, step, per_sm = "outputs", 128 // layout.per_byte, 1
-        tile_outputs = 128 if outputs >= 16384 and layout.groups == 1 else 64
+        share, step, per_sm = "gate" if gated else "outputs", 128 // layout.per_byte, 1
+        if not gated and outputs >= 16384 and layout.groups == 1:
+            tile_outputs = 128
     else:
         share, step, per_sm = "gate" if gated else "inputs", 128 if tile_rows <= 32 else 64, 2
-        tile_outputs = 64
     return fill_ring(RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm), outputs, inputs, layout)
 
 
@@ -196,19 +196,23 @@ def gluon_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fal
     return ring or stream_config(rows, weight, inputs, gated)
 
 
-def fill_ring(pick: RingConfig, outputs: int, inputs: int, layout: Layout, splits: int | None = None) -> RingConfig:
-    """Return `pick` with as many splits as SMs have room for, and the stages that fit shared memory."""
+def fill_ring(
+    pick: RingConfig, outputs: int, inputs: int, layout: Layout, splits: int | None = None
+) -> RingConfig | None:
+    """Return `pick` with the stages that fit shared memory, or None if two don't.
+
+    splits=None: as many as SMs have room for.
+    """
     parts = 2 if pick.share == "inputs" else 1
-    stage_bytes = 2 * pick.tile_outputs * pick.step_bytes
-    stage_bytes += 2 * parts * layout.per_byte * pick.tile_rows * pick.step_bytes
-    sums = 0 if pick.share == "outputs" else 4 * pick.tile_outputs * pick.tile_rows
-    stages = (SHARED_BYTES // pick.per_sm - 1024 - sums - 512) // stage_bytes
+    stage_bytes = 2 * pick.step_bytes * (pick.tile_outputs + parts * layout.per_byte * pick.tile_rows)
+    sums_bytes = 0 if pick.share == "outputs" else 4 * pick.tile_outputs * pick.tile_rows
+    stages = (SHARED_BYTES // pick.per_sm - sums_bytes - 1536) // stage_bytes  # 1 KiB of a program is the system's
     tiles = cdiv(outputs, (2 if pick.share == "outputs" else 1) * pick.tile_outputs)
     steps = cdiv(inputs // layout.per_byte, parts * pick.step_bytes)
     count = splits or 1
     while splits is None and count < 4 and tiles * 2 * count <= pick.per_sm * NUM_SMS and steps >= 8 * count:
         count *= 2
-    return pick._replace(splits=count, stages=max(2, min(8, stages, cdiv(steps, count))))
+    return pick._replace(splits=count, stages=min(8, stages, max(1, cdiv(steps, count)))) if stages >= 2 else None
 
 
 def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:

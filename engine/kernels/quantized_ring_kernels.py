@@ -343,7 +343,7 @@ def _second_group(
     STAGES: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr,
     NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr,
 ):  # fmt: skip
-    """Compute the other part: with its epilogue if it has outputs of its own, else for the first warpgroup."""
+    """Compute the other part: with its epilogue if the outputs are shared, else for the first warpgroup."""
     WN: gl.constexpr = w_smem.type.shape[1]
     if SHARE == "outputs":
         gdc_wait()
