@@ -5,7 +5,8 @@
 Each figure is the median of CUDA graphs of several layers with separate weights (more than the L2 cache holds), so
 weights come from memory as they do in a model; the graphs of all formats are replayed in turn. gb_per_s is the bytes of
 the weight and its scales over the time, and share_of_copy is that over the bandwidth of a copy, measured first.
---sweep measures other tiles too, until --seconds have passed.
+--sweep measures other tiles too, until --seconds have passed. --markdown writes a table of the engine's choices: µs,
+and the floor, which is the time to read the weights at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -214,10 +215,25 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
                 "us": round(us, 2),
                 "times_bf16": round(base / us, 2),
                 "gb_per_s": round(rate),
-                "share_of_copy": round(rate / bandwidth, 2),
+                "share_of_copy": round(rate / bandwidth, 3),
             }
         )
     return found
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of µs and floors of the engine's tiles; bf16 is the faster of the engine's and cuBLAS."""
+    forms = [form for form in dict.fromkeys(row["format"] for row in rows) if form != "bf16"]
+    lines = ["| product | rows | bf16 | " + " | ".join(f"{form} | floor" for form in forms) + " |"]
+    lines.append("|---|---|---|" + "---|---|" * len(forms))
+    for case, count in dict.fromkeys((row["case"], row["rows"]) for row in rows):
+        found = [row for row in rows if (row["case"], row["rows"]) == (case, count)]
+        cells = [f"{min(row['us'] for row in found if row['format'] == 'bf16'):.1f}"]
+        for form in forms:
+            own = next((row for row in found if row["format"] == form and row["tile"] == "()"), None)
+            cells += ["–", "–"] if own is None else [f"{own['us']:.1f}", f"{own['us'] * own['share_of_copy']:.1f}"]
+        lines.append(f"| {case} | {count} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -227,6 +243,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--formats", type=harness.names(SCHEMES), default=list(SCHEMES))
     parser.add_argument("--sweep", action="store_true", help="measure other tiles too")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of --sweep")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="FILE", help="write a table")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
@@ -236,6 +253,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         for row in measure(case, rows, args.formats, bandwidth, args.sweep, end):
             report.add(row)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(report.rows))
     columns = ("case", "rows", "format", "tile", "us", "times_bf16", "gb_per_s", "share_of_copy")
     report.finish(columns, bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

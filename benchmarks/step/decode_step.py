@@ -290,6 +290,17 @@ def timeline(found: Sequence[tuple[str, float, float]]) -> list[tuple[str, float
     return [*medians, *((f"after the layers: {name}", round(us, 2)) for name, us in taken[starts[-1] + length - 1 :])]
 
 
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of ms, times as fast as plain weights, and floors: a line for each number of rows and format."""
+    lines = ["| rows | weights | ms | times plain | floor by bytes, ms |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['batch']} | {row['format']} | {row['ms']:.2f} | {row.get('times_plain', 1):.2f} "
+            f"| {row['floor_ms']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
     parser.add_argument("--shape", type=shape, default="qwen3-0.6b")
@@ -302,6 +313,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--own-layers", action="store_true", help="the model's own layers beside the fused ones")
     parser.add_argument("--profile", action="store_true", help="each kernel's share, and a layer's timeline")
     parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="FILE", help="write a table")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
@@ -318,6 +330,8 @@ def main(argv: Sequence[str]) -> int:
     for batch in args.batches:
         for row in measure(builds, batch, bandwidth, args):
             report.add({"shape": args.shape} | row)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(report.rows))
     print(f"bandwidth of a copy: {bandwidth:,.0f} GB/s" + (" (given)" if args.bandwidth else " (measured)"))
     report.finish(bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

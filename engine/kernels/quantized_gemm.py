@@ -292,8 +292,7 @@ def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
         return out
     layout, pick = layout_of(weight, x.shape[1]), gluon_config(len(x), weight, x.shape[1])
     if isinstance(pick, RingConfig):
-        pick = fill_ring(pick, out.shape[1], x.shape[1], layout, splits=1)
-        _launch_ring(x, weight, out, layout, pick, None, 0.0, bias, False, None, 0, False)
+        _launch_ring(x, weight, out, layout, pick._replace(splits=1), None, 0.0, bias, False, None, 0, False)
         return out
     if pick is not None:
         _launch_stream(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
