@@ -23,7 +23,8 @@ from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, finish_activation,
 FORMATS = tuple(CODES_PER_BYTE)
 """Weight formats that `linear` supports."""
 
-RING = False
+RING = True
+GATE_ROWS = 64
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
@@ -89,6 +90,7 @@ class RingConfig(NamedTuple):
     splits: int
     stages: int
     per_sm: int
+    ahead: bool = False
 
 
 class Layout(NamedTuple):
@@ -180,14 +182,15 @@ def ring_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fals
     if layout.mode == "weight" or layout.step_bytes != 128:
         return None
     outputs = len(weight.weight) // (2 if gated else 1)
-    tile_rows, tile_outputs = max(8, next_power_of_2(rows)), 64
+    tile_rows, tile_outputs, ahead = max(8, next_power_of_2(rows)), 64, False
     if tile_rows == 128:
-        share, step, per_sm = "gate" if gated else "outputs", 128 // layout.per_byte, 1
+        share, step, per_sm, ahead = "gate" if gated else "outputs", 128 // layout.per_byte, 1, True
         if not gated and outputs >= 16384 and layout.groups == 1:
-            tile_outputs = 128
+            tile_outputs, ahead = 128, False
     else:
         share, step, per_sm = "gate" if gated else "inputs", 128 if tile_rows <= 32 else 64, 2
-    return fill_ring(RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm), outputs, inputs, layout)
+    pick = RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm, ahead)
+    return fill_ring(pick, outputs, inputs, layout)
 
 
 def gluon_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | RingConfig | None:
@@ -262,7 +265,8 @@ def linear(
         finish_activation(product, out, gated, activation)
         return
     layout = layout_of(weight, inputs)
-    if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
+    if gated and pick is None and rows > GATE_ROWS and layout.mode != "weight":
+        # both halves in one wide tile need too many registers
         product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
         linear(x, weight, product, scratch, eps=eps, bias=bias, squares=squares, late=late)
         finish_activation(product, out, gated, activation)
@@ -315,7 +319,7 @@ def multiplies_fp8(x: Tensor, weight: LinearWeight) -> bool:
 
 
 def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
-    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two launches."""
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two to four launches."""
     (rows, inputs), (outputs, pdl) = x.shape, (len(weight.weight), overlaps(x))
     assert weight.scale is not None
     layout = layout_of(weight, inputs)
@@ -333,6 +337,15 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
         num_warps=1 if group <= 256 else 4 if group <= 4096 else 8,
         **launch_options(pdl),
     )
+    if group == inputs and outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
+        # cuBLAS: scales of W are for each row
+        row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs)
+        operands = codes, weight.weight.view(torch.float8_e4m3fn).T, scales.T, row_scales
+        if add:
+            out.add_(torch._scaled_mm(*operands, bias=bias, out_dtype=out.dtype))  # noqa: SLF001  # its only name here
+        else:
+            torch._scaled_mm(*operands, bias=bias, out_dtype=out.dtype, out=out)  # noqa: SLF001
+        return
     tile_rows, tile_outputs, warps = (128, 128, 8) if rows > 512 else (64, 128, 4)
     fp8_kernel[(cdiv(rows, tile_rows) * cdiv(outputs, tile_outputs),)](
         codes,
@@ -479,6 +492,7 @@ def _launch_ring(
         SQUARES_PAD=next_power_of_2(max(1, squares)),
         LATE=late,
         REGISTERS=RING_REGISTERS[pick.per_sm][1],
+        AHEAD=pick.ahead,
         num_warps=4,
         maxnreg=RING_REGISTERS[pick.per_sm][0],
         **launch_options(True),
@@ -579,6 +593,7 @@ def _multiply_dequantized(x: Tensor, weight: LinearWeight, out: Tensor, bias: Te
     """Write x Wᵀ + bias to `out` [M, n], or add it, with cuBLAS, tile by tile of the outputs."""
     inputs, outputs = x.shape[1], len(weight.weight)
     step = max(1, TILE_WEIGHTS // inputs)
+    step -= step % 256 if step > 256 else 0  # cuBLAS is slow with other widths
     for first in range(0, outputs, step):
         end = min(first + step, outputs)
         tile, part = dequantize(weight, inputs, x.dtype, first, end).T, out[:, first:end]

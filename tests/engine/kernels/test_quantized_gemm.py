@@ -210,8 +210,11 @@ def test_tiles_of_the_ring_do_not_change_a_result_between_runs(scheme: str, shar
     if ring_config(1, weight, inputs) is None:
         pytest.skip("needs a GPU with compute capability 9.0 and Triton 3.6 or 3.7")
     layout, exact = layout_of(weight, inputs), exact_weight(layer).double()
-    for rows, step, per_sm, splits in ((1, 128, 2, 1), (8, 64, 2, 4), (13, 128, 1, 2), (32, 64, 2, 2), (60, 64, 1, 4)):
-        start = RingConfig(max(8, 1 << (rows - 1).bit_length()), 64, step, share, 1, 1, per_sm)
+    for rows, step, per_sm, splits, ahead in (
+        (1, 128, 2, 1, False), (8, 64, 2, 4, False), (13, 128, 1, 2, True), (32, 64, 2, 2, False), (60, 64, 1, 4, True),
+        (100, 64, 1, 2, True),
+    ):  # fmt: skip
+        start = RingConfig(max(8, 1 << (rows - 1).bit_length()), 64, step, share, 1, 1, per_sm, ahead)
         pick = fill_ring(start, outputs, inputs, layout, splits)
         x, bias, runs = random(rows, inputs), random(layer.outputs, seed=3), []
         scratch = scratch_for(rows, outputs, inputs)
