@@ -207,7 +207,7 @@ def _multiply(
 @gluon.jit
 def _load_weights(tile, zero, high_zero, LEFT: gl.constexpr, DTYPE: gl.constexpr, ELEMENT: gl.constexpr,
                   PER_BYTE: gl.constexpr):  # fmt: skip
-    """Return the codes of a tile less their zeros in DTYPE [WN, BK], the low halves and the high ones if 4 bits each."""
+    """Return the codes of a tile less their zeros in DTYPE [WN, BK]: the low halves and the high ones."""
     codes = tile.load(LEFT)
     if PER_BYTE == 1:
         w = _convert_bytes(codes, zero[:, None], ELEMENT, DTYPE)
