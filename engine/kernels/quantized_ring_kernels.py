@@ -238,7 +238,7 @@ def _multiply_ahead(
 ):  # fmt: skip
     """Return W xᵀ, float32 [WN, BM], of a warpgroup's rows of W and of the columns of a split; scales are applied.
 
-    The codes of a step are converted while the tensor cores multiply those of the step before.
+    Codes are converted one step ahead, while the tensor cores multiply.
     """
     WN: gl.constexpr = w_smem.type.shape[1]
     BYTES: gl.constexpr = w_smem.type.shape[2]
