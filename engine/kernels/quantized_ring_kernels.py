@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.quantized_epilogue_kernels import norm_factors, store
 from engine.kernels.quantized_gemm_kernels import (
     FP8_TO_BF16,
     FP8_TO_FP16,
@@ -318,50 +319,6 @@ def _multiply_ahead(
 
 
 @gluon.jit
-def _norms(squares_ptr, m_count, eps, K: gl.constexpr, BM: gl.constexpr, MMA: gl.constexpr, NUM_SQUARES: gl.constexpr,
-           SQUARES_PAD: gl.constexpr):  # fmt: skip
-    """Return float32 [BM]: the factors that complete the norm of x."""
-    if NUM_SQUARES == 0:
-        return gl.full([BM], 1.0, gl.float32, gl.SliceLayout(0, MMA))
-    else:
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-        at_m = gl.arange(0, BM, gl.SliceLayout(1, SQUARES))[:, None]
-        at = gl.arange(0, SQUARES_PAD, gl.SliceLayout(0, SQUARES))[None, :]
-        squares = gl.load(squares_ptr + at_m * NUM_SQUARES + at, mask=(at_m < m_count) & (at < NUM_SQUARES), other=0.0)
-        return gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), gl.SliceLayout(0, MMA))
-
-
-@gluon.jit
-def _store(
-    y, gate, n_first, m_first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
-    GATED: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr, UNITS: gl.constexpr,
-):  # fmt: skip
-    """Apply bias, gate and residual to y float32 [WN, BM], store it as out[m, n], and begin the next norm."""
-    MMA: gl.constexpr = y.type.layout
-    n = n_first + gl.arange(0, y.shape[0], gl.SliceLayout(1, MMA))
-    m = m_first + gl.arange(0, y.shape[1], gl.SliceLayout(0, MMA))
-    mask_n, mask_m = n < n_count, m < m_count
-    if BIAS:
-        up = n_count if GATED else 0
-        y += gl.load(bias_ptr + up + n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            gate += gl.load(bias_ptr + n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-    if GATED:
-        y = gate / (1.0 + gl.exp(-gate)) * y
-    mask = mask_n[:, None] & mask_m[None, :]
-    at = m[None, :] * n_count + n[:, None]
-    if ADD:
-        y += gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
-    rounded = y.to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + at, rounded, mask=mask)
-    if HALF_NORM:
-        value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        weight = gl.load(next_norm_ptr + n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-        gl.store(normed_ptr + at, (value * weight).to(normed_ptr.dtype.element_ty), mask=mask)
-        gl.store(squares_ptr + m * UNITS + unit, gl.sum(value * value, 0), mask=mask_m & (unit < UNITS))
-
-
-@gluon.jit
 def _offsets(ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
     """Return int32 [ROWS, COLUMNS]: the offsets of a matrix whose rows are STRIDE apart."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -377,9 +334,9 @@ def _finish(
 ):  # fmt: skip
     """Add the sums of the splits, in order, and apply the epilogue; the last program to arrive does. As `finish`."""
     if SPLITS == 1:
-        _store(
-            y, gate, n_first, 0, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
-            GATED, ADD, BIAS, HALF_NORM, UNITS,
+        store(
+            y, gate, n_first, 0, unit, UNITS, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count,
+            n_count, GATED, ADD, BIAS, HALF_NORM,
         )  # fmt: skip
     else:
         WN: gl.constexpr = y.shape[0]
@@ -404,9 +361,9 @@ def _finish(
                     total += gl.load(sums_ptr + some, cache_modifier=".cg")
                     if GATED:
                         total_gate += gl.load(sums_ptr + WN * BM + some, cache_modifier=".cg")
-                _store(
-                    total, total_gate, n_first, first, unit, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
-                    m_count, n_count, GATED, ADD, BIAS, HALF_NORM, UNITS,
+                store(
+                    total, total_gate, n_first, first, unit, UNITS, bias_ptr, out_ptr, next_norm_ptr, normed_ptr,
+                    squares_ptr, m_count, n_count, GATED, ADD, BIAS, HALF_NORM,
                 )  # fmt: skip
             gl.store(arrivals_ptr + unit, 0)
 
@@ -423,7 +380,7 @@ def _first_group(
     """Compute a part, add or gate the other warpgroup's, and apply the epilogue."""
     WN: gl.constexpr = w_smem.type.shape[1]
     gdc_wait()
-    factor = _norms(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, NUM_SQUARES, SQUARES_PAD)
+    factor = norm_factors(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, 4, NUM_SQUARES, SQUARES_PAD)
     if AHEAD:
         acc = _multiply_ahead(
             w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
@@ -466,7 +423,7 @@ def _second_group(
     WN: gl.constexpr = w_smem.type.shape[1]
     if SHARE == "outputs":
         gdc_wait()
-        factor = _norms(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, NUM_SQUARES, SQUARES_PAD)
+        factor = norm_factors(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, 4, NUM_SQUARES, SQUARES_PAD)
     if AHEAD:
         acc = _multiply_ahead(
             w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
