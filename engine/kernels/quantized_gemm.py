@@ -2,9 +2,8 @@
 
 The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
 the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
-weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and quantized_stream_kernels.py for the fewest
-rows on Hopper GPUs. Imports triton: import this module only on
-CUDA (or under TRITON_INTERPRET=1).
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and on Hopper GPUs quantized_ring_kernels.py and
+quantized_stream_kernels.py. Imports triton: import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from engine.kernels.small_batch_gemm import NUM_SMS, Scratch, finish_activation,
 FORMATS = tuple(CODES_PER_BYTE)
 """Weight formats that `linear` supports."""
 
-RING = True
-GATE_ROWS = 64
 MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
@@ -80,7 +77,8 @@ class RingConfig(NamedTuple):
     """Launch configuration of quantized_ring_kernels.py.
 
     Rows, outputs per warpgroup, bytes of codes per step of a row, what its two warpgroups share ("outputs", "gate" or
-    "inputs"), split-K, stages of the ring, and programs per SM, which determine registers.
+    "inputs"), split-K, stages of the ring, programs per SM, which determine registers, and whether the next codes are
+    converted during a product.
     """
 
     tile_rows: int
@@ -195,8 +193,7 @@ def ring_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fals
 
 def gluon_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | RingConfig | None:
     """Return the tile of the kernel in Gluon that is faster for this product; None if neither computes it."""
-    ring = ring_config(rows, weight, inputs, gated) if RING else None
-    return ring or stream_config(rows, weight, inputs, gated)
+    return ring_config(rows, weight, inputs, gated) or stream_config(rows, weight, inputs, gated)
 
 
 def fill_ring(
@@ -265,8 +262,7 @@ def linear(
         finish_activation(product, out, gated, activation)
         return
     layout = layout_of(weight, inputs)
-    if gated and pick is None and rows > GATE_ROWS and layout.mode != "weight":
-        # both halves in one wide tile need too many registers
+    if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
         product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
         linear(x, weight, product, scratch, eps=eps, bias=bias, squares=squares, late=late)
         finish_activation(product, out, gated, activation)

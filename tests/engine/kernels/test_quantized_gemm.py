@@ -286,6 +286,25 @@ def test_a_tile_fits_shared_memory_and_scratch() -> None:
                 assert half_normed(rows, weight, torch.bfloat16) == -(-outputs // pick.tile_outputs)
 
 
+def test_a_ring_fits_shared_memory_and_scratch() -> None:
+    for per_byte, groups, rows, share in itertools.product(
+        (1, 2), (1, 32), (8, 16, 64, 128), ("outputs", "inputs", "gate")
+    ):
+        layout = Layout("row" if groups == 1 else "step", 128, per_byte, 1, 128, groups)
+        for outputs, per_sm, width in itertools.product((64, 1000, 6144, 28672), (1, 2), (64, 128)):
+            pick = fill_ring(RingConfig(rows, width, 64, share, 1, 1, per_sm), outputs, 4096, layout)
+            if pick is None or (width == 128 and outputs < 16384):  # not chosen: see `ring_config`
+                continue
+            parts, units = (2 if share == "inputs" else 1), (2 if share == "outputs" else 1)
+            ring = pick.stages * (2 * width * 64 + parts * per_byte * rows * 64 * 2)
+            assert pick.stages >= 2 and ring + (4 * width * rows if units == 1 else 0) <= 232_448 // per_sm - 1024
+            count = units * -(-outputs // (units * width))
+            scratch = Scratch(rows, rows, 64, (2 if share == "gate" else 1) * outputs, 64, DTYPE, torch.device("meta"))
+            partials = count * pick.splits * (2 if share == "gate" else 1) * width * rows
+            assert pick.splits == 1 or partials <= scratch.partials.numel()
+            assert count <= scratch.arrivals.numel()
+
+
 def test_an_unknown_format_is_refused() -> None:
     x, scratch = random(2, 64), scratch_for(2, 64, 64)
     weight = LinearWeight(torch.zeros(64, 32, dtype=torch.uint8, device=DEVICE), "nf4", random(2, 64))
