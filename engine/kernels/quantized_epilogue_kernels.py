@@ -29,7 +29,7 @@ def norm_factors(
 
 
 @gluon.jit
-def store(
+def store_outputs(
     y, gate, n_first, m_first, unit, units, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count, n_count,
     GATED: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr,
 ):  # fmt: skip

@@ -26,15 +26,12 @@ MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
 STREAM_ROWS = 8
-"""GEMMs of at most as many rows use the kernel of quantized_stream_kernels.py, where it supports the weight."""
+"""GEMMs of at most as many rows may use the kernel of quantized_stream_kernels.py: see `gluon_config`."""
 
 STREAM_FORMATS = ("fp8", "int8", "int4")
 
 RING_REGISTERS = {1: (168, 240), 2: (80, 104)}
 """Registers per thread of quantized_ring_kernels.py by programs per SM: on average, and of its second warpgroup."""
-
-FP8_GROUP = 128
-"""Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
 
 PREFETCHED_LINES = 2
 """Lines of 128 bytes per row of codes. On an H100, a step of one row of Llama-3.1-8B's shape took 4.69 ms in fp8 and
@@ -77,8 +74,7 @@ class RingConfig(NamedTuple):
     """Launch configuration of quantized_ring_kernels.py.
 
     Rows, outputs per warpgroup, bytes of codes per step of a row, what its two warpgroups share ("outputs", "gate" or
-    "inputs"), split-K, stages of the ring, programs per SM, which determine registers, and whether the next codes are
-    converted during a product.
+    "inputs"), split-K, stages of the ring, and programs per SM, which determine registers.
     """
 
     tile_rows: int
@@ -88,7 +84,6 @@ class RingConfig(NamedTuple):
     splits: int
     stages: int
     per_sm: int
-    ahead: bool = False
 
 
 class Layout(NamedTuple):
@@ -180,20 +175,28 @@ def ring_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fals
     if layout.mode == "weight" or layout.step_bytes != 128:
         return None
     outputs = len(weight.weight) // (2 if gated else 1)
-    tile_rows, tile_outputs, ahead = max(8, next_power_of_2(rows)), 64, False
+    tile_rows, tile_outputs = max(8, next_power_of_2(rows)), 64
     if tile_rows == 128:
-        share, step, per_sm, ahead = "gate" if gated else "outputs", 128 // layout.per_byte, 1, True
+        share, step, per_sm = "gate" if gated else "outputs", 128 // layout.per_byte, 1
         if not gated and outputs >= 16384 and layout.groups == 1:
-            tile_outputs, ahead = 128, False
+            tile_outputs = 128
     else:
         share, step, per_sm = "gate" if gated else "inputs", 128 if tile_rows <= 32 else 64, 2
-    pick = RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm, ahead)
-    return fill_ring(pick, outputs, inputs, layout)
+    return fill_ring(RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm), outputs, inputs, layout)
 
 
 def gluon_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | RingConfig | None:
-    """Return the tile of the kernel in Gluon that is faster for this product; None if neither computes it."""
-    return ring_config(rows, weight, inputs, gated) or stream_config(rows, weight, inputs, gated)
+    """Return the tile of the faster kernel in Gluon for this product; None if neither computes it.
+
+    On an H200 with 8 rows of int4, the 128 programs of a ring took 7.7 µs for 4096 outputs and inputs, and the other
+    kernel 6.1; in fp8, 256 programs took 8.5 µs, and the other kernel 8.9.
+    """
+    ring, stream = ring_config(rows, weight, inputs, gated), stream_config(rows, weight, inputs, gated)
+    if ring is None or stream is None:
+        return ring or stream
+    rows_each = (1 if ring.share == "inputs" else 2) * ring.tile_outputs
+    programs = cdiv(len(weight.weight), rows_each) * ring.splits
+    return ring if programs > NUM_SMS else stream
 
 
 def fill_ring(
@@ -305,13 +308,13 @@ def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 def multiplies_fp8(x: Tensor, weight: LinearWeight) -> bool:
     """Return whether a product of many rows quantises x [T, k] to fp8.
 
-    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W or to 128
-    columns.
+    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W. For scales
+    of 128 columns, a kernel took longer than dequantising W does.
     """
     if not weight.quantizes_activations or weight.format != "fp8" or not (overlaps(x) or x.device.type == "cpu"):
         return False
     layout = layout_of(weight, x.shape[1])
-    return x.shape[1] % 16 == 0 and (layout.groups == 1 or layout.scale_columns == FP8_GROUP)
+    return x.shape[1] % 16 == 0 and layout.groups == 1
 
 
 def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
@@ -319,21 +322,19 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
     (rows, inputs), (outputs, pdl) = x.shape, (len(weight.weight), overlaps(x))
     assert weight.scale is not None
     layout = layout_of(weight, inputs)
-    group = inputs if layout.groups == 1 else FP8_GROUP
     codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(inputs // group, rows, dtype=torch.float32, device=x.device)
-    quantize_rows_kernel[(rows, inputs // group)](
+    scales = torch.empty(1, rows, dtype=torch.float32, device=x.device)
+    quantize_rows_kernel[(rows,)](
         x,
         codes,
         scales,
         K=inputs,
-        GROUP=group,
-        GROUP_PAD=next_power_of_2(group),
+        K_PAD=next_power_of_2(inputs),
         PDL=pdl,
-        num_warps=1 if group <= 256 else 4 if group <= 4096 else 8,
+        num_warps=4 if inputs <= 4096 else 8,
         **launch_options(pdl),
     )
-    if group == inputs and outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
+    if outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
         # cuBLAS: scales of W are for each row
         row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs)
         operands = codes, weight.weight.view(torch.float8_e4m3fn).T, scales.T, row_scales
@@ -355,11 +356,9 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
         out.stride(0),
         K=inputs,
         SCALE_ROWS=layout.scale_rows,
-        GROUPS=layout.groups,
-        X_GROUPS=inputs // group,
         BM=tile_rows,
         BN=tile_outputs,
-        BK=FP8_GROUP,
+        BK=128,
         STAGES=4,
         ADD=add,
         BIAS=bias is not None,
@@ -488,7 +487,6 @@ def _launch_ring(
         SQUARES_PAD=next_power_of_2(max(1, squares)),
         LATE=late,
         REGISTERS=RING_REGISTERS[pick.per_sm][1],
-        AHEAD=pick.ahead,
         num_warps=4,
         maxnreg=RING_REGISTERS[pick.per_sm][0],
         **launch_options(True),

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.quantized_epilogue_kernels import norm_factors, store
+from engine.kernels.quantized_epilogue_kernels import norm_factors, store_outputs
 from engine.kernels.quantized_gemm_kernels import (
     FP8_TO_BF16,
     FP8_TO_FP16,
@@ -206,119 +206,6 @@ def _multiply(
 
 
 @gluon.jit
-def _load_weights(tile, zero, high_zero, LEFT: gl.constexpr, DTYPE: gl.constexpr, ELEMENT: gl.constexpr,
-                  PER_BYTE: gl.constexpr):  # fmt: skip
-    """Return the codes of a tile less their zeros in DTYPE [WN, BK]: the low halves and the high ones."""
-    codes = tile.load(LEFT)
-    if PER_BYTE == 1:
-        w = _convert_bytes(codes, zero[:, None], ELEMENT, DTYPE)
-        return w, w
-    else:
-        return _convert_halves(codes, zero[:, None], high_zero[:, None], DTYPE)
-
-
-@gluon.jit
-def _both_scales(
-    pointer, rows, mask, column, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr,
-    PER_BYTE: gl.constexpr,
-):  # fmt: skip
-    """Return float32 [WN]: the scales, or zeros, of rows at a column, and at the column of the high halves."""
-    scale = _scales_of(pointer, rows, mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS)
-    high = scale
-    if PER_BYTE == 2 and GROUPS > 1:
-        high = _scales_of(pointer, rows, mask, column + 128, SCALE_ROWS, SCALE_COLUMNS, GROUPS)
-    return scale, high
-
-
-@gluon.jit
-def _multiply_ahead(
-    w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA: gl.constexpr,
-    ELEMENT: gl.constexpr, PER_BYTE: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-    GROUPS: gl.constexpr, ZERO: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
-    WHICH: gl.constexpr,
-):  # fmt: skip
-    """Return W xᵀ, float32 [WN, BM], of a warpgroup's rows of W and of the columns of a split; scales are applied.
-
-    Codes are converted one step ahead, while the tensor cores multiply.
-    """
-    WN: gl.constexpr = w_smem.type.shape[1]
-    BYTES: gl.constexpr = w_smem.type.shape[2]
-    BM: gl.constexpr = x_smem.type.shape[1]
-    DTYPE: gl.constexpr = x_smem.dtype
-    PARTS: gl.constexpr = 2 if SHARE == "inputs" else 1
-    PART: gl.constexpr = WHICH if SHARE == "inputs" else 0
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    GROUPED: gl.constexpr = GROUPS > 1
-    row = _first_row(tile, WHICH, n_count, WN, SHARE)
-    rows = row + gl.arange(0, WN, gl.SliceLayout(1, MMA))
-    mask = rows < row_count
-    z_rows = row + gl.arange(0, WN, gl.SliceLayout(1, LEFT))
-    z_mask = z_rows < row_count
-    first = PARTS * split * STEPS + PART
-    column = _low_column(first * BYTES, PER_BYTE)
-    scale, high_scale = _both_scales(scale_ptr, rows, mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE)
-    zero = gl.zeros([WN], gl.float32, gl.SliceLayout(1, LEFT))
-    high_zero, next_zero, next_high_zero = zero, zero, zero
-    if ZERO:  # of the first step, and of the second
-        zero, high_zero = _both_scales(zero_ptr, z_rows, z_mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE)
-        next_zero, next_high_zero = zero, high_zero
-        if GROUPED:
-            column = _low_column((first + PARTS) * BYTES, PER_BYTE)
-            next_zero, next_high_zero = _both_scales(
-                zero_ptr, z_rows, z_mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE
-            )
-    mbarrier.wait(ready.index(0), 0)
-    w, high_w = _load_weights(w_smem.index(WHICH), zero, high_zero, LEFT, DTYPE, ELEMENT, PER_BYTE)
-    acc = gl.zeros([WN, BM], gl.float32, MMA)
-    for step in range(STEPS):
-        stage = step % STAGES
-        next_scale, next_high_scale = scale, high_scale
-        zero, high_zero = next_zero, next_high_zero
-        if GROUPED:  # loads take longer than a step
-            column = _low_column((first + PARTS * (step + 1)) * BYTES, PER_BYTE)
-            next_scale, next_high_scale = _both_scales(
-                scale_ptr, rows, mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE
-            )
-            if ZERO:
-                column = _low_column((first + PARTS * (step + 2)) * BYTES, PER_BYTE)
-                next_zero, next_high_zero = _both_scales(
-                    zero_ptr, z_rows, z_mask, column, SCALE_ROWS, SCALE_COLUMNS, GROUPS, PER_BYTE
-                )
-        x = x_smem.index((stage * PARTS + PART) * PER_BYTE).permute((1, 0))
-        if GROUPED:
-            product = warpgroup_mma(w, x, gl.zeros_like(acc), use_acc=False, is_async=True)
-        else:
-            product = warpgroup_mma(w, x, acc, is_async=True)
-            if PER_BYTE == 2:
-                high_x = x_smem.index((stage * PARTS + PART) * PER_BYTE + 1).permute((1, 0))
-                product = warpgroup_mma(high_w, high_x, product, is_async=True)
-        next_step = gl.minimum(step + 1, STEPS - 1)  # after the last step, that one again
-        next_stage = next_step % STAGES
-        mbarrier.wait(ready.index(next_stage), (next_step // STAGES) & 1)
-        next_w, next_high_w = _load_weights(
-            w_smem.index(2 * next_stage + WHICH), zero, high_zero, LEFT, DTYPE, ELEMENT, PER_BYTE
-        )
-        # ptxas moves nothing across this barrier, which has passed already: else it would convert after the wait below
-        mbarrier.wait(ready.index(next_stage), (next_step // STAGES) & 1)
-        if GROUPED:
-            product, w, high_w, next_w, next_high_w = warpgroup_mma_wait(
-                0, deps=(product, w, high_w, next_w, next_high_w)
-            )
-            acc += product * scale[:, None]
-            if PER_BYTE == 2:
-                high_x = x_smem.index((stage * PARTS + PART) * PER_BYTE + 1).permute((1, 0))
-                acc += warpgroup_mma(high_w, high_x, gl.zeros_like(acc), use_acc=False) * high_scale[:, None]
-        else:
-            acc, w, high_w, next_w, next_high_w = warpgroup_mma_wait(0, deps=(product, w, high_w, next_w, next_high_w))
-        gl.thread_barrier()  # all warps have read the tile
-        mbarrier.arrive(free.index(stage))
-        scale, high_scale, w, high_w = next_scale, next_high_scale, next_w, next_high_w
-    if not GROUPED:
-        acc *= scale[:, None]
-    return acc
-
-
-@gluon.jit
 def _offsets(ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
     """Return int32 [ROWS, COLUMNS]: the offsets of a matrix whose rows are STRIDE apart."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -334,7 +221,7 @@ def _finish(
 ):  # fmt: skip
     """Add the sums of the splits, in order, and apply the epilogue; the last program to arrive does. As `finish`."""
     if SPLITS == 1:
-        store(
+        store_outputs(
             y, gate, n_first, 0, unit, UNITS, bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr, m_count,
             n_count, GATED, ADD, BIAS, HALF_NORM,
         )  # fmt: skip
@@ -361,7 +248,7 @@ def _finish(
                     total += gl.load(sums_ptr + some, cache_modifier=".cg")
                     if GATED:
                         total_gate += gl.load(sums_ptr + WN * BM + some, cache_modifier=".cg")
-                store(
+                store_outputs(
                     total, total_gate, n_first, first, unit, UNITS, bias_ptr, out_ptr, next_norm_ptr, normed_ptr,
                     squares_ptr, m_count, n_count, GATED, ADD, BIAS, HALF_NORM,
                 )  # fmt: skip
@@ -375,22 +262,16 @@ def _first_group(
     MMA: gl.constexpr, K: gl.constexpr, ELEMENT: gl.constexpr, PER_BYTE: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr, ZERO: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr,
-    NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
+    NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Compute a part, add or gate the other warpgroup's, and apply the epilogue."""
     WN: gl.constexpr = w_smem.type.shape[1]
     gdc_wait()
     factor = norm_factors(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, 4, NUM_SQUARES, SQUARES_PAD)
-    if AHEAD:
-        acc = _multiply_ahead(
-            w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
-            SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 0,
-        )  # fmt: skip
-    else:
-        acc = _multiply(
-            w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
-            SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 0,
-        )  # fmt: skip
+    acc = _multiply(
+        w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
+        SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 0,
+    )  # fmt: skip
     if LATE:
         gdc_launch_dependents()
     acc *= factor[None, :]
@@ -417,23 +298,17 @@ def _second_group(
     MMA: gl.constexpr, K: gl.constexpr, ELEMENT: gl.constexpr, PER_BYTE: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr, ZERO: gl.constexpr, STEPS: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, HALF_NORM: gl.constexpr,
-    NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr, AHEAD: gl.constexpr,
+    NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr,
 ):  # fmt: skip
     """Compute the other part: with its epilogue if the outputs are shared, else for the first warpgroup."""
     WN: gl.constexpr = w_smem.type.shape[1]
     if SHARE == "outputs":
         gdc_wait()
         factor = norm_factors(squares_ptr, m_count, eps, K, x_smem.type.shape[1], MMA, 4, NUM_SQUARES, SQUARES_PAD)
-    if AHEAD:
-        acc = _multiply_ahead(
-            w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
-            SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 1,
-        )  # fmt: skip
-    else:
-        acc = _multiply(
-            w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
-            SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 1,
-        )  # fmt: skip
+    acc = _multiply(
+        w_smem, x_smem, ready, free, scale_ptr, zero_ptr, tile, split, n_count, row_count, MMA, ELEMENT, PER_BYTE,
+        SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, STAGES, SHARE, 1,
+    )  # fmt: skip
     if SHARE == "outputs":
         acc *= factor[None, :]
         unit = 2 * tile + 1
@@ -455,7 +330,7 @@ def quantized_ring_kernel(
     SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr, ZERO: gl.constexpr, SHARE: gl.constexpr, STEPS: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr,
     HALF_NORM: gl.constexpr, NUM_SQUARES: gl.constexpr, SQUARES_PAD: gl.constexpr, LATE: gl.constexpr,
-    REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Product of M <= BM rows of x [M, K] with codes [N, K / PER_BYTE]. Program (i, s): outputs of tile i, split s.
 
@@ -488,13 +363,13 @@ def quantized_ring_kernel(
                 w_smem, x_smem, sums, ready, free, summed, scale_ptr, zero_ptr, bias_ptr, out_ptr, next_norm_ptr,
                 normed_ptr, squares_ptr, partial_ptr, arrivals_ptr, tile, split, m_count, n_count, row_count, eps,
                 UNITS, MMA, K, ELEMENT, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, SPLITS, STAGES, SHARE,
-                ADD, BIAS, HALF_NORM, NUM_SQUARES, SQUARES_PAD, AHEAD, LATE,
+                ADD, BIAS, HALF_NORM, NUM_SQUARES, SQUARES_PAD, LATE,
             )),
             (_second_group, (
                 w_smem, x_smem, sums, ready, free, summed, scale_ptr, zero_ptr, bias_ptr, out_ptr, next_norm_ptr,
                 normed_ptr, squares_ptr, partial_ptr, arrivals_ptr, tile, split, m_count, n_count, row_count, eps,
                 UNITS, MMA, K, ELEMENT, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO, STEPS, SPLITS, STAGES, SHARE,
-                ADD, BIAS, HALF_NORM, NUM_SQUARES, SQUARES_PAD, AHEAD,
+                ADD, BIAS, HALF_NORM, NUM_SQUARES, SQUARES_PAD,
             )),
             (_fill, (
                 w_desc, x_desc, w_smem, x_smem, ready, free, tile, split, n_count, STEPS, STAGES, PER_BYTE, WN, BM,

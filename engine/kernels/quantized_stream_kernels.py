@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.kernels.quantized_epilogue_kernels import norm_factors, store
+from engine.kernels.quantized_epilogue_kernels import norm_factors, store_outputs
 
 # The conversions of four bytes, a 32-bit operand, to 16-bit numbers; see quantized_gemm_kernels.py.
 FP8_TO_BF16 = gl.constexpr(
@@ -326,7 +326,7 @@ def quantized_stream_kernel(
         y = gl.sum(acc_up, 0) * factor
         if GROUPS == 1:
             y *= _load_scale(scale_ptr + (offs_n + n_count) // SCALE_ROWS, mask_n)[:, None]
-    store(
+    store_outputs(
         y, gate, tile * BN, 0, tile, gl.num_programs(0), bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
         m_count, n_count, GATED, ADD, BIAS, HALF_NORM,
     )  # fmt: skip
