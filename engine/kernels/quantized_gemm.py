@@ -335,7 +335,7 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
         **launch_options(pdl),
     )
     if outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
-        # cuBLAS: scales of W are for each row
+        # it takes a scale for each row of W
         row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs)
         operands = codes, weight.weight.view(torch.float8_e4m3fn).T, scales.T, row_scales
         if add:
