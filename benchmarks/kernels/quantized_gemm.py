@@ -5,7 +5,8 @@
 Each figure is the median of CUDA graphs of several layers with separate weights (more than the L2 cache holds), so
 weights come from memory as they do in a model; the graphs of all formats are replayed in turn. gb_per_s is the bytes of
 the weight and its scales over the time, and share_of_copy is that over the bandwidth of a copy, measured first.
---sweep measures other tiles too, until --seconds have passed.
+--sweep measures other tiles too, until --seconds have passed. --markdown writes a table of the engine's choices: µs,
+and the floor, which is the time to read the weights at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ if find_spec("triton"):  # PyTorch for CPUs comes without it, and --help works t
     from engine.kernels.quantized_gemm import (
         MAX_ROWS,
         LaunchConfig,
+        RingConfig,
         StreamConfig,
         choose_config,
+        fill_ring,
+        gluon_config,
         layout_of,
+        ring_config,
         stream_config,
     )
     from engine.kernels.small_batch_gemm import Scratch
@@ -114,12 +119,16 @@ def library(case: Case, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return F.silu(y[:, : case.n]) * y[:, case.n :] if case.gated else y
 
 
-def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig]:
+def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig | StreamConfig | RingConfig]:
     """Tiles worth trying, the engine's choice first."""
     layout = layout_of(weight, case.k)
+    chosen = choose_config(rows, case.n, case.k, case.gated, layout)
+    found: list[LaunchConfig | StreamConfig | RingConfig] = [
+        gluon_config(rows, weight, case.k, case.gated) or chosen,
+        *ring_candidates(case, rows, weight),
+        chosen,
+    ]
     stream = stream_config(rows, weight, case.k, case.gated)
-    found: list[LaunchConfig | StreamConfig] = [] if stream is None else [stream]
-    found.append(choose_config(rows, case.n, case.k, case.gated, layout))
     if stream is not None:
         found += [stream._replace(tile_outputs=n, warps=w) for n, w in itertools.product((16, 32), (2, 4, 8))]
         return list(dict.fromkeys(found))
@@ -135,6 +144,23 @@ def candidates(case: Case, rows: int, weight: LinearWeight) -> list[LaunchConfig
             continue
         found.append(LaunchConfig(tile_rows, outputs, step, splits, warps, stages))
     return list(dict.fromkeys(found))
+
+
+def ring_candidates(case: Case, rows: int, weight: LinearWeight) -> list[RingConfig]:
+    """Return tiles of quantized_ring_kernels.py that fill the SMs about once."""
+    start, layout = ring_config(rows, weight, case.k, case.gated), layout_of(weight, case.k)
+    found = []
+    for share, outputs, step, splits, per_sm in itertools.product(
+        ("gate",) if case.gated else ("outputs", "inputs"), (64, 128), (64, 128), (1, 2, 4), (1, 2)
+    ):
+        if start is None or (outputs == 128 and per_sm == 2):
+            continue
+        pick = start._replace(tile_outputs=outputs, step_bytes=step, share=share, per_sm=per_sm)
+        pick = fill_ring(pick, case.n, case.k, layout, splits)
+        programs = -(-case.n // (outputs * (2 if share == "outputs" else 1))) * splits
+        if pick is not None and 60 * per_sm <= programs <= 300 * per_sm:
+            found.append(pick)
+    return found
 
 
 def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep: bool, end: float) -> list[Any]:
@@ -189,10 +215,25 @@ def measure(case: Case, rows: int, forms: Sequence[str], bandwidth: float, sweep
                 "us": round(us, 2),
                 "times_bf16": round(base / us, 2),
                 "gb_per_s": round(rate),
-                "share_of_copy": round(rate / bandwidth, 2),
+                "share_of_copy": round(rate / bandwidth, 3),
             }
         )
     return found
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of µs and floors of the engine's tiles; bf16 is the faster of the engine's and cuBLAS."""
+    forms = [form for form in dict.fromkeys(row["format"] for row in rows) if form != "bf16"]
+    lines = ["| product | rows | bf16 | " + " | ".join(f"{form} | floor" for form in forms) + " |"]
+    lines.append("|---|---|---|" + "---|---|" * len(forms))
+    for case, count in dict.fromkeys((row["case"], row["rows"]) for row in rows):
+        found = [row for row in rows if (row["case"], row["rows"]) == (case, count)]
+        cells = [f"{min(row['us'] for row in found if row['format'] == 'bf16'):.1f}"]
+        for form in forms:
+            own = next((row for row in found if row["format"] == form and row["tile"] == "()"), None)
+            cells += ["–", "–"] if own is None else [f"{own['us']:.1f}", f"{own['us'] * own['share_of_copy']:.1f}"]
+        lines.append(f"| {case} | {count} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -202,6 +243,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--formats", type=harness.names(SCHEMES), default=list(SCHEMES))
     parser.add_argument("--sweep", action="store_true", help="measure other tiles too")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of --sweep")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="FILE", help="write a table")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
@@ -211,6 +253,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         for row in measure(case, rows, args.formats, bandwidth, args.sweep, end):
             report.add(row)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(report.rows))
     columns = ("case", "rows", "format", "tile", "us", "times_bf16", "gb_per_s", "share_of_copy")
     report.finish(columns, bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

@@ -8,8 +8,8 @@ the bandwidth of a copy on the same GPU, measured first unless --bandwidth gives
 bytes take at it. --profile adds each kernel's share of one step, and the timeline of a layer: launches overlap, so a
 launch is given the time from the end of the launch before it to its own end, the median over the layers. --ablate adds
 what a step takes less without attention, or without one of a layer's linear layers. --quantization adds steps of the
-same shape with quantised weights; the graphs of all formats are replayed in turn. --own-layers adds the steps of the
-model's own layers, PyTorch operations in a graph.
+same shape with quantised weights; the graphs of all formats are replayed in turn. --kv-cache-dtype adds steps of the
+plain weights with a cache in fp8. --own-layers adds the steps of the model's own layers, PyTorch operations in a graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks import harness
 from benchmarks.shapes import shape, write_shape
 from benchmarks.timing import capture, copy_bandwidth, replay_ms
 from engine.attention.cache_spec import group_layers, paged_layers
-from engine.attention.kv_cache import KVCache
+from engine.attention.kv_cache import FP8_DTYPES, KVCache
 from engine.attention.metadata import DecodeMetadata
 from engine.checkpoint.quantization import Quantization, WeightScheme
 from engine.layers.moe import MoE
@@ -98,17 +98,26 @@ def build(
             module.codes.view(torch.uint8).random_(0, 120)
             module.scale.fill_(1e-3)
     pages_each = -(-(context + 512) // PAGE)
-    if kv is None:
-        groups = len(group_layers(config.cache_specs()))
-        kv = KVCache(config.cache_specs(), groups * rows * pages_each + 1, PAGE, torch.bfloat16, "cuda")
-        for pages in (*kv.k, *kv.v):
-            pages.normal_()
+    kv = make_cache(model, rows, context) if kv is None else kv
     layout = Layout(rows, max_len // PAGE, groups=len(kv.groups))
     state = layout.views(torch.zeros(layout.size, dtype=torch.int64, device="cuda"))
     state.last_tokens.random_(config.vocab_size)
     order = torch.randperm(len(kv.groups) * rows * pages_each, device="cuda") + 1
     state.page_tables[:, 1:, :pages_each] = order.view(-1, rows, pages_each)
     return model, model.fused(rows, rows), kv, state
+
+
+def make_cache(model: Decoder, rows: int, context: int, stored: torch.dtype | None = None) -> KVCache:
+    """Return random pages for `rows` sequences of `context` + 512 tokens; `stored`: their dtype, if not the model's."""
+    specs = model.config.cache_specs()
+    count = len(group_layers(specs)) * rows * -(-(context + 512) // PAGE) + 1
+    kv = KVCache(specs, count, PAGE, torch.bfloat16, "cuda", stored)
+    for pages in (*kv.k, *kv.v):
+        if stored is None:
+            pages.normal_()
+        else:
+            pages.copy_(torch.randn(pages.shape, device="cuda", dtype=torch.bfloat16).to(stored).view(torch.uint8))
+    return kv
 
 
 def prepare(model: Decoder, fused: Decoder | FusedDecoder, kv: KVCache, state: Any, rows: int, context: int) -> Step:
@@ -134,7 +143,7 @@ def prepare(model: Decoder, fused: Decoder | FusedDecoder, kv: KVCache, state: A
 
     compile_ahead(step, torch.device("cuda", torch.cuda.current_device()))
     rewind()
-    moved = weight_bytes(model, chosen_experts(model, step, rows)) + rows * cache_bytes(model, context)
+    moved = weight_bytes(model, chosen_experts(model, step, rows)) + rows * cache_bytes(model, context, kv)
     return Step(capture(step), step, rewind, moved)
 
 
@@ -167,11 +176,12 @@ def distinct(module: nn.Module) -> list[Tensor]:
     return list({id(one): one for one in (*module.parameters(), *quantized)}.values())
 
 
-def cache_bytes(model: Decoder, context: int) -> int:
+def cache_bytes(model: Decoder, context: int, kv: KVCache) -> int:
     """Return the bytes of keys and values that a row of `context` tokens reads; windows bound them."""
+    each = kv.k[0].element_size()
     specs = paged_layers(model.config.cache_specs()).values()
     elements = ((spec.window or context, sum(map(math.prod, spec.token_shapes))) for spec in specs)
-    return sum(2 * min(context, window) * each for window, each in elements)
+    return sum(each * min(context, window) * count for window, count in elements)
 
 
 def measure(
@@ -280,6 +290,17 @@ def timeline(found: Sequence[tuple[str, float, float]]) -> list[tuple[str, float
     return [*medians, *((f"after the layers: {name}", round(us, 2)) for name, us in taken[starts[-1] + length - 1 :])]
 
 
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of ms, times as fast as plain weights, and floors: a line for each number of rows and format."""
+    lines = ["| rows | weights | ms | times plain | floor by bytes, ms |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['batch']} | {row['format']} | {row['ms']:.2f} | {row.get('times_plain', 1):.2f} "
+            f"| {row['floor_ms']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__spec__.name, __doc__)
     parser.add_argument("--shape", type=shape, default="qwen3-0.6b")
@@ -288,9 +309,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=harness.count, default=9)
     parser.add_argument("--bandwidth", type=float, metavar="GB/s", help="to compare with (default: a copy's, measured)")
     parser.add_argument("--quantization", type=harness.names(FORMATS), default=[], help="formats beside plain weights")
+    parser.add_argument("--kv-cache-dtype", choices=FP8_DTYPES, help="a cache in fp8 beside one in 16 bits")
     parser.add_argument("--own-layers", action="store_true", help="the model's own layers beside the fused ones")
     parser.add_argument("--profile", action="store_true", help="each kernel's share, and a layer's timeline")
     parser.add_argument("--ablate", action="store_true", help="what the step takes less without each part")
+    parser.add_argument("--markdown", type=harness.output_file, metavar="FILE", help="write a table")
     args = parser.parse_args(argv)
     harness.require_gpus(parser)
     report = harness.Report(__spec__.name, args, argv)
@@ -299,11 +322,16 @@ def main(argv: Sequence[str]) -> int:
     builds: dict[str, tuple[Decoder, Decoder | FusedDecoder, KVCache, Any]] = {"plain": (model, fused, kv, state)}
     if args.own_layers:
         builds["own layers"] = model, model, kv, state
+    if args.kv_cache_dtype:
+        stored = make_cache(model, max(args.batches), args.context, FP8_DTYPES[args.kv_cache_dtype])
+        builds[f"{args.kv_cache_dtype} cache"] = model, fused, stored, state
     for form in args.quantization:
         builds[form] = build(args.shape, max(args.batches), args.context, form, kv)
     for batch in args.batches:
         for row in measure(builds, batch, bandwidth, args):
             report.add({"shape": args.shape} | row)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(report.rows))
     print(f"bandwidth of a copy: {bandwidth:,.0f} GB/s" + (" (given)" if args.bandwidth else " (measured)"))
     report.finish(bandwidth_gb_per_s=round(bandwidth, 1))
     return 0

@@ -91,7 +91,8 @@ def compute_key(kernel: Any) -> None:
     """
     for name in kernel.fn.__code__.co_names:
         for callee in (kernel.__globals__.get(name), getattr(tl, name, None)):
-            if isinstance(callee, triton.JITFunction) and callee.hash is None:
+            # a name may be another object's attribute, and equal this kernel's
+            if isinstance(callee, triton.JITFunction) and callee is not kernel and callee.hash is None:
                 compute_key(callee)
     _ = kernel.cache_key
 

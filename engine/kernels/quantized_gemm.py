@@ -2,9 +2,8 @@
 
 The weight is read in its own bytes, activations stay in 16 bits, and sums are float32. Above MAX_ROWS rows, tiles of
 the weight are dequantised one after the other to scratch of at most TILE_WEIGHTS numbers, which cuBLAS multiplies: no
-weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and quantized_stream_kernels.py for the fewest
-rows on Hopper GPUs. Imports triton: import this module only on
-CUDA (or under TRITON_INTERPRET=1).
+weight ever has a plain copy. Device code: quantized_gemm_kernels.py, and on Hopper GPUs quantized_ring_kernels.py and
+quantized_stream_kernels.py. Imports triton: import this module only on CUDA (or under TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ MAX_ROWS = 128
 """GEMMs of more rows go to cuBLAS."""
 
 STREAM_ROWS = 8
-"""GEMMs of at most as many rows use the kernel of quantized_stream_kernels.py, where it supports the weight."""
+"""GEMMs of at most as many rows may use the kernel of quantized_stream_kernels.py: see `gluon_config`."""
 
 STREAM_FORMATS = ("fp8", "int8", "int4")
 
-FP8_GROUP = 128
-"""Columns that share a scale of activations in fp8, beside weights with a scale per 128 columns."""
+RING_REGISTERS = {1: (168, 240), 2: (80, 104)}
+"""Registers per thread of quantized_ring_kernels.py by programs per SM: on average, and of its second warpgroup."""
 
 PREFETCHED_LINES = 2
 """Lines of 128 bytes per row of codes. On an H100, a step of one row of Llama-3.1-8B's shape took 4.69 ms in fp8 and
@@ -69,6 +68,22 @@ class StreamConfig(NamedTuple):
     tile_rows: int
     tile_outputs: int
     warps: int
+
+
+class RingConfig(NamedTuple):
+    """Launch configuration of quantized_ring_kernels.py.
+
+    Rows, outputs per warpgroup, bytes of codes per step of a row, what its two warpgroups share ("outputs", "gate" or
+    "inputs"), split-K, stages of the ring, and programs per SM, which determine registers.
+    """
+
+    tile_rows: int
+    tile_outputs: int
+    step_bytes: int
+    share: str
+    splits: int
+    stages: int
+    per_sm: int
 
 
 class Layout(NamedTuple):
@@ -147,13 +162,69 @@ def stream_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = Fa
     return StreamConfig(8, 16, warps)
 
 
+def ring_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> RingConfig | None:
+    """Return the tile of the kernel that converts codes once for all rows; None if it doesn't compute this product.
+
+    It needs what `stream_config` needs, and blocks of 256 columns if a code has 4 bits.
+    """
+    if rows > MAX_ROWS or weight.format not in STREAM_FORMATS or not has_gluon(weight.weight.device):
+        return None
+    layout = layout_of(weight, inputs)
+    if inputs % (PACKED_COLUMNS if layout.per_byte == 2 else 16):
+        return None
+    if layout.mode == "weight" or layout.step_bytes != 128:
+        return None
+    outputs = len(weight.weight) // (2 if gated else 1)
+    tile_rows, tile_outputs = max(8, next_power_of_2(rows)), 64
+    if tile_rows == 128:
+        share, step, per_sm = "gate" if gated else "outputs", 128 // layout.per_byte, 1
+        if not gated and outputs >= 16384 and layout.groups == 1:
+            tile_outputs = 128
+    else:
+        share, step, per_sm = "gate" if gated else "inputs", 128 if tile_rows <= 32 else 64, 2
+    return fill_ring(RingConfig(tile_rows, tile_outputs, step, share, 1, 1, per_sm), outputs, inputs, layout)
+
+
+def gluon_config(rows: int, weight: LinearWeight, inputs: int, gated: bool = False) -> StreamConfig | RingConfig | None:
+    """Return the tile of the faster kernel in Gluon for this product; None if neither computes it.
+
+    On an H200 with 8 rows of int4, the 128 programs of a ring took 7.7 µs for 4096 outputs and inputs, and the other
+    kernel 6.1; in fp8, 256 programs took 8.5 µs, and the other kernel 8.9.
+    """
+    ring, stream = ring_config(rows, weight, inputs, gated), stream_config(rows, weight, inputs, gated)
+    if ring is None or stream is None:
+        return ring or stream
+    rows_each = (1 if ring.share == "inputs" else 2) * ring.tile_outputs
+    programs = cdiv(len(weight.weight), rows_each) * ring.splits
+    return ring if programs > NUM_SMS else stream
+
+
+def fill_ring(
+    pick: RingConfig, outputs: int, inputs: int, layout: Layout, splits: int | None = None
+) -> RingConfig | None:
+    """Return `pick` with the stages that fit shared memory, or None if two don't.
+
+    splits=None: as many as SMs have room for.
+    """
+    parts = 2 if pick.share == "inputs" else 1
+    stage_bytes = 2 * pick.step_bytes * (pick.tile_outputs + parts * layout.per_byte * pick.tile_rows)
+    sums_bytes = 0 if pick.share == "outputs" else 4 * pick.tile_outputs * pick.tile_rows
+    stages = (SHARED_BYTES // pick.per_sm - sums_bytes - 1536) // stage_bytes  # 1 KiB of a program is the system's
+    tiles = cdiv(outputs, (2 if pick.share == "outputs" else 1) * pick.tile_outputs)
+    steps = cdiv(inputs // layout.per_byte, parts * pick.step_bytes)
+    count = splits or 1
+    while splits is None and count < 4 and tiles * 2 * count <= pick.per_sm * NUM_SMS and steps >= 8 * count:
+        count *= 2
+    return pick._replace(splits=count, stages=min(8, stages, max(1, cdiv(steps, count)))) if stages >= 2 else None
+
+
 def half_normed(rows: int, weight: LinearWeight, dtype: torch.dtype) -> int:
     """Return the sums of squares per row that `linear` writes with `next_norm`; 0 if it does not start that norm."""
     if dtype == torch.float16 or rows > MAX_ROWS:  # weights apply before the division: outliers may exceed 65504
         return 0
     outputs, row_bytes = weight.weight.shape
     inputs = row_bytes * CODES_PER_BYTE[weight.format]
-    pick = stream_config(rows, weight, inputs) or choose_config(rows, outputs, inputs, False, layout_of(weight, inputs))
+    pick = gluon_config(rows, weight, inputs) or choose_config(rows, outputs, inputs, False, layout_of(weight, inputs))
     return cdiv(outputs, pick.tile_outputs)
 
 
@@ -172,7 +243,7 @@ def linear(
     squares: int = 0,
     late: bool = False,
     activation: str | None = None,
-    pick: LaunchConfig | StreamConfig | None = None,
+    pick: LaunchConfig | StreamConfig | RingConfig | None = None,
 ) -> None:
     """Write y = rms_norm(x) Wᵀ + bias to `out` [M, n] of x's dtype; arguments as of small_batch_gemm.linear.
 
@@ -196,15 +267,16 @@ def linear(
     layout = layout_of(weight, inputs)
     if gated and pick is None and _is_wide(rows, layout):  # both halves in one wide tile need too many registers
         product = scratch.gate_up[: rows * len(weight.weight)].view(rows, -1)
-        pick = choose_config(rows, len(weight.weight), inputs, False, layout)
-        _launch(x, weight, product, layout, pick, scratch, eps, bias, False, False, None, squares, late)
+        linear(x, weight, product, scratch, eps=eps, bias=bias, squares=squares, late=late)
         finish_activation(product, out, gated, activation)
         return
-    if pick is None and (activation is None or (gated and activation == "silu")):  # what the stream kernel computes
-        pick = stream_config(rows, weight, inputs, gated)
+    if pick is None and (activation is None or (gated and activation == "silu")):  # what the kernels in Gluon compute
+        pick = gluon_config(rows, weight, inputs, gated)
     pick = pick or choose_config(rows, out.shape[1], inputs, gated, layout)
     half_norm = next_norm if half_normed(rows, weight, out.dtype) else None
-    if isinstance(pick, StreamConfig):
+    if isinstance(pick, RingConfig):
+        _launch_ring(x, weight, out, layout, pick, scratch, eps, bias, add, half_norm, squares, late)
+    elif isinstance(pick, StreamConfig):
         _launch_stream(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late)
     else:
         _launch(x, weight, out, layout, pick, scratch, eps, bias, gated, add, half_norm, squares, late, activation)
@@ -221,46 +293,56 @@ def multiply(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     if len(x) > MAX_ROWS:
         _multiply_fp8(x, weight, out, bias, False)
         return out
-    layout, stream = layout_of(weight, x.shape[1]), stream_config(len(x), weight, x.shape[1])
-    if stream is not None:
-        _launch_stream(x, weight, out, layout, stream, None, 0.0, bias, False, False, None, 0, False)
+    layout, pick = layout_of(weight, x.shape[1]), gluon_config(len(x), weight, x.shape[1])
+    if isinstance(pick, RingConfig):
+        _launch_ring(x, weight, out, layout, pick._replace(splits=1), None, 0.0, bias, False, None, 0, False)
         return out
-    pick = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
-    _launch(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
+    if pick is not None:
+        _launch_stream(x, weight, out, layout, pick, None, 0.0, bias, False, False, None, 0, False)
+        return out
+    tile = choose_config(len(x), out.shape[1], x.shape[1], False, layout)._replace(splits=1)
+    _launch(x, weight, out, layout, tile, None, 0.0, bias, False, False, None, 0, False)
     return out
 
 
 def multiplies_fp8(x: Tensor, weight: LinearWeight) -> bool:
     """Return whether a product of many rows quantises x [T, k] to fp8.
 
-    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W or to 128
-    columns.
+    The checkpoint must say so, the tensor cores must have fp8, and a scale must belong to a whole row of W. For scales
+    of 128 columns, a kernel took longer than dequantising W does.
     """
     if not weight.quantizes_activations or weight.format != "fp8" or not (overlaps(x) or x.device.type == "cpu"):
         return False
     layout = layout_of(weight, x.shape[1])
-    return x.shape[1] % 16 == 0 and (layout.groups == 1 or layout.scale_columns == FP8_GROUP)
+    return x.shape[1] % 16 == 0 and layout.groups == 1
 
 
 def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | None, add: bool) -> None:
-    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two launches."""
+    """Write x Wᵀ + bias to `out` [M, n], or add it, with x quantised to fp8. Two to four launches."""
     (rows, inputs), (outputs, pdl) = x.shape, (len(weight.weight), overlaps(x))
     assert weight.scale is not None
     layout = layout_of(weight, inputs)
-    group = inputs if layout.groups == 1 else FP8_GROUP
     codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(inputs // group, rows, dtype=torch.float32, device=x.device)
-    quantize_rows_kernel[(rows, inputs // group)](
+    scales = torch.empty(1, rows, dtype=torch.float32, device=x.device)
+    quantize_rows_kernel[(rows,)](
         x,
         codes,
         scales,
         K=inputs,
-        GROUP=group,
-        GROUP_PAD=next_power_of_2(group),
+        K_PAD=next_power_of_2(inputs),
         PDL=pdl,
-        num_warps=1 if group <= 256 else 4 if group <= 4096 else 8,
+        num_warps=4 if inputs <= 4096 else 8,
         **launch_options(pdl),
     )
+    if outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
+        # it takes a scale for each row of W
+        row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs)
+        operands = codes, weight.weight.view(torch.float8_e4m3fn).T, scales.T, row_scales
+        if add:
+            out.add_(torch._scaled_mm(*operands, bias=bias, out_dtype=out.dtype))  # noqa: SLF001  # its only name here
+        else:
+            torch._scaled_mm(*operands, bias=bias, out_dtype=out.dtype, out=out)  # noqa: SLF001
+        return
     tile_rows, tile_outputs, warps = (128, 128, 8) if rows > 512 else (64, 128, 4)
     fp8_kernel[(cdiv(rows, tile_rows) * cdiv(outputs, tile_outputs),)](
         codes,
@@ -274,11 +356,9 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
         out.stride(0),
         K=inputs,
         SCALE_ROWS=layout.scale_rows,
-        GROUPS=layout.groups,
-        X_GROUPS=inputs // group,
         BM=tile_rows,
         BN=tile_outputs,
-        BK=FP8_GROUP,
+        BK=128,
         STAGES=4,
         ADD=add,
         BIAS=bias is not None,
@@ -345,6 +425,71 @@ def _launch(
         LINES=pick.lines,
         num_warps=pick.warps,
         **launch_options(pdl),
+    )
+
+
+def _launch_ring(
+    x: Tensor,
+    weight: LinearWeight,
+    out: Tensor,
+    layout: Layout,
+    pick: RingConfig,
+    scratch: Scratch | None,
+    eps: float,
+    bias: Tensor | None,
+    add: bool,
+    next_norm: Tensor | None,
+    squares: int,
+    late: bool,
+) -> None:
+    from triton.experimental.gluon import language as gl  # needs Gluon: see `ring_config`
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from engine.kernels.quantized_ring_kernels import quantized_ring_kernel
+
+    (rows, inputs), outputs, codes = x.shape, out.shape[1], weight.weight.view(torch.uint8)
+    assert weight.scale is not None
+    constants = constants_of(weight, layout)
+    del constants["ACT_ORDER"]
+    parts = 2 if pick.share == "inputs" else 1
+    units = 2 if pick.share == "outputs" else 1
+    tiles = cdiv(outputs, units * pick.tile_outputs)
+    columns, boxes = pick.step_bytes, []
+    for tensor, height, dtype in ((x, pick.tile_rows, x.dtype), (codes, pick.tile_outputs, torch.uint8)):
+        box = [height, columns]
+        layout_in_shared = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(dtype).split(".")[1]))
+        boxes.append(TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout_in_shared))
+    quantized_ring_kernel[(tiles, pick.splits)](
+        *boxes,
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        x if scratch is None else scratch.normed,
+        x if scratch is None else scratch.squares,
+        x if scratch is None else scratch.partials,
+        x if scratch is None else scratch.arrivals,
+        rows,
+        outputs,
+        eps,
+        K=inputs,
+        **constants,
+        SHARE=pick.share,
+        STEPS=cdiv(inputs // layout.per_byte, parts * pick.step_bytes * pick.splits),
+        SPLITS=pick.splits,
+        STAGES=pick.stages,
+        UNITS=cdiv(outputs, pick.tile_outputs),
+        ADD=add,
+        BIAS=bias is not None,
+        HALF_NORM=next_norm is not None,
+        NUM_SQUARES=squares,
+        SQUARES_PAD=next_power_of_2(max(1, squares)),
+        LATE=late,
+        REGISTERS=RING_REGISTERS[pick.per_sm][1],
+        num_warps=4,
+        maxnreg=RING_REGISTERS[pick.per_sm][0],
+        **launch_options(True),
     )
 
 
@@ -442,6 +587,7 @@ def _multiply_dequantized(x: Tensor, weight: LinearWeight, out: Tensor, bias: Te
     """Write x Wᵀ + bias to `out` [M, n], or add it, with cuBLAS, tile by tile of the outputs."""
     inputs, outputs = x.shape[1], len(weight.weight)
     step = max(1, TILE_WEIGHTS // inputs)
+    step -= step % 256 if step > 256 else 0  # cuBLAS is slow with other widths
     for first in range(0, outputs, step):
         end = min(first + step, outputs)
         tile, part = dequantize(weight, inputs, x.dtype, first, end).T, out[:, first:end]

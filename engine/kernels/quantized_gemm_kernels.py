@@ -503,37 +503,30 @@ def dequantize_kernel(
 
 
 @triton.jit
-def quantize_rows_kernel(
-    x_ptr, out_ptr, scale_ptr, K: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Quantise GROUP columns of a row of x [M, K] to fp8, with scale = largest magnitude / 448.
-
-    Program (row, group). Scales are float32 [K / GROUP, M].
-    """
+def quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, K: tl.constexpr, K_PAD: tl.constexpr, PDL: tl.constexpr):
+    """Quantise a row of x [M, K] to fp8, with scale [M] = largest magnitude / 448."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    offsets = tl.arange(0, GROUP_PAD)
-    mask = offsets < GROUP
-    x = tl.load(x_ptr + row * K + group * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
+    offsets = tl.arange(0, K_PAD)
+    mask = offsets < K
+    x = tl.load(x_ptr + row * K + offsets, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / 448.0
-    tl.store(out_ptr + row * K + group * GROUP + offsets, (x / scale).to(tl.float8e4nv), mask=mask)
-    tl.store(scale_ptr + group * tl.num_programs(0) + row, scale)
+    tl.store(out_ptr + row * K + offsets, (x / scale).to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + row, scale)
 
 
 @triton.jit(do_not_specialize=["m_count"])
 def fp8_kernel(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, m_count, n_count, out_stride,
-    K: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUPS: tl.constexpr, X_GROUPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    K: tl.constexpr, SCALE_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GEMM of fp8 rows x [M, K] with fp8 weights [N, K]: out = x Wᵀ + bias, plus `out` if ADD.
 
-    Scales of x are [X_GROUPS, M], scales of W [N / SCALE_ROWS, GROUPS]. The tensor cores sum fp8 products in fewer bits
-    than float32 has, so each step's sum of BK products is added in float32.
+    Scales of x are [M], scales of W [N / SCALE_ROWS]. The tensor cores sum fp8 products in fewer bits than float32 has,
+    so each step's sum of BK products is added in float32.
     """
     if PDL:
         gdc_launch_dependents()
@@ -551,21 +544,15 @@ def fp8_kernel(
     mask_m, mask_n = offs_m < m_count, offs_n < n_count
     x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]
-    scale_ptrs = scale_ptr + offs_n // SCALE_ROWS * GROUPS
+    scale_ptrs = scale_ptr + offs_n // SCALE_ROWS
     acc = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         mask_k = offs_k < K - start
         x = tl.load(x_ptrs + start, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         w = tl.load(w_ptrs + start, mask=mask_n[None, :] & mask_k[:, None], other=0.0)
-        if X_GROUPS > 1:
-            x_scale = tl.load(x_scale_ptr + start // BK * m_count + offs_m, mask=mask_m, other=0.0)
-            scale = tl.load(scale_ptrs + start // BK, mask=mask_n, other=0.0)
-            acc += tl.dot(x, w) * (x_scale[:, None] * scale[None, :])
-        else:
-            acc = tl.dot(x, w, acc, max_num_imprecise_acc=BK)
-    if X_GROUPS == 1:
-        x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
-        acc *= x_scale[:, None] * tl.load(scale_ptrs, mask=mask_n, other=0.0)[None, :]
+        acc = tl.dot(x, w, acc, max_num_imprecise_acc=BK)
+    x_scale = tl.load(x_scale_ptr + offs_m, mask=mask_m, other=0.0)
+    acc *= x_scale[:, None] * tl.load(scale_ptrs, mask=mask_n, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     target = out_ptr + offs_m.to(tl.int64)[:, None] * out_stride + offs_n[None, :]

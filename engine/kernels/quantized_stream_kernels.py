@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.quantized_epilogue_kernels import norm_factors, store_outputs
+
 # The conversions of four bytes, a 32-bit operand, to 16-bit numbers; see quantized_gemm_kernels.py.
 FP8_TO_BF16 = gl.constexpr(
     """{
@@ -169,20 +171,25 @@ def _to_high(offsets, K: gl.constexpr):
 
 @gluon.jit
 def _load_scale(pointers, mask):
-    """Load scales as float32."""
-    return gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
+    """Load scales, or zeros, as float32."""
+    return gl.load(pointers, mask=mask, other=0).to(gl.float32)
 
 
 @gluon.jit
-def _zeros_of(zero_ptr, n_rows, n_mask, column, like, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
-              GROUPS: gl.constexpr, ZERO: gl.constexpr):  # fmt: skip
-    """Return float32 [W, BN, 1]: the zeros of the rows of codes at each warp's column."""
-    if ZERO:
-        at = n_rows // SCALE_ROWS * GROUPS + column // SCALE_COLUMNS
-        inside = n_mask & (column // SCALE_COLUMNS < GROUPS)
-        return gl.load(zero_ptr + at, mask=inside, other=0).to(gl.float32)
-    else:
-        return like
+def _both_of(pointer, rows, mask, starts, K: gl.constexpr, PER_BYTE: gl.constexpr, SCALE_ROWS: gl.constexpr,
+             SCALE_COLUMNS: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+    """Return float32 [W, BN, 1]: the scales, or zeros, of rows at each warp's first byte, and of the high halves.
+
+    0 beyond the last group.
+    """
+    column = _low_columns(starts, PER_BYTE)
+    group = column // SCALE_COLUMNS
+    found = _load_scale(pointer + (rows // SCALE_ROWS * GROUPS + group), mask & (group < GROUPS))
+    high = found
+    if PER_BYTE == 2:
+        group = (column + _to_high(starts, K)) // SCALE_COLUMNS
+        high = _load_scale(pointer + (rows // SCALE_ROWS * GROUPS + group), mask & (group < GROUPS))
+    return found, high
 
 
 @gluon.jit
@@ -237,7 +244,6 @@ def quantized_stream_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 16)
-    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     tile = gl.program_id(0)
 
     # rows and words of codes [W, BN, 32], rows of scales [W, BN, 1], columns and rows of x [W, 128, BM]
@@ -284,31 +290,17 @@ def quantized_stream_kernel(
         zero, high_zero, up_zero, up_high_zero = no_zero, no_zero, no_zero, no_zero
         if GROUPS > 1:
             starts = s_warp * 128 + first
-            column = _low_columns(starts, PER_BYTE)
-            group = column // SCALE_COLUMNS
-            scale = _load_scale(scale_ptr + (s_n // SCALE_ROWS * GROUPS + group), s_mask & (group < GROUPS))
+            scale, high_scale = _both_of(scale_ptr, s_n, s_mask, starts, K, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS)
             if GATED:
-                up_scale = _load_scale(
-                    scale_ptr + ((s_n + n_count) // SCALE_ROWS * GROUPS + group), s_mask & (group < GROUPS)
+                up_scale, up_high_scale = _both_of(
+                    scale_ptr, s_n + n_count, s_mask, starts, K, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS
                 )
-            if PER_BYTE == 2:
-                group = (column + _to_high(starts, K)) // SCALE_COLUMNS
-                high_scale = _load_scale(scale_ptr + (s_n // SCALE_ROWS * GROUPS + group), s_mask & (group < GROUPS))
-                if GATED:
-                    up_high_scale = _load_scale(
-                        scale_ptr + ((s_n + n_count) // SCALE_ROWS * GROUPS + group), s_mask & (group < GROUPS)
-                    )
         if ZERO:
             starts = a_warp * 128 + first
-            column = _low_columns(starts, PER_BYTE)
-            high_column = column + _to_high(starts, K)
-            zero = _zeros_of(zero_ptr, a_n, a_mask, column, no_zero, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO)
-            high_zero = _zeros_of(zero_ptr, a_n, a_mask, high_column, no_zero, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO)
+            zero, high_zero = _both_of(zero_ptr, a_n, a_mask, starts, K, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS)
             if GATED:
-                up_n = a_n + n_count
-                up_zero = _zeros_of(zero_ptr, up_n, a_mask, column, no_zero, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO)
-                up_high_zero = _zeros_of(
-                    zero_ptr, up_n, a_mask, high_column, no_zero, SCALE_ROWS, SCALE_COLUMNS, GROUPS, ZERO
+                up_zero, up_high_zero = _both_of(
+                    zero_ptr, a_n + n_count, a_mask, starts, K, PER_BYTE, SCALE_ROWS, SCALE_COLUMNS, GROUPS
                 )
         acc = _product(acc, codes, x, high_x, zero, high_zero, scale, high_scale, ELEMENT, PER_BYTE, GROUPS)
         if GATED:
@@ -324,38 +316,17 @@ def quantized_stream_kernel(
     y = gl.sum(acc, 0)
     FLAT: gl.constexpr = gl.SliceLayout(0, MMA)
     offs_n = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, FLAT))
-    offs_m = gl.arange(0, BM, layout=gl.SliceLayout(0, FLAT))
-    mask_n, mask_m = offs_n < n_count, offs_m < m_count
-    rstd = gl.full([BM], 1.0, gl.float32, layout=gl.SliceLayout(0, FLAT))
-    if NUM_SQUARES > 0:
-        SQUARES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, W], [1, 0])
-        at_m = gl.arange(0, BM, layout=gl.SliceLayout(1, SQUARES))[:, None]
-        at = gl.arange(0, SQUARES_PAD, layout=gl.SliceLayout(0, SQUARES))[None, :]
-        squares = gl.load(squares_ptr + at_m * NUM_SQUARES + at, mask=(at_m < m_count) & (at < NUM_SQUARES), other=0.0)
-        rstd = gl.convert_layout(gl.rsqrt(gl.sum(squares, 1) / K + eps), gl.SliceLayout(0, FLAT))
-    factor = rstd[None, :]
+    mask_n = offs_n < n_count
+    factor = norm_factors(squares_ptr, m_count, eps, K, BM, FLAT, W, NUM_SQUARES, SQUARES_PAD)[None, :]
     if GROUPS == 1:
         y *= _load_scale(scale_ptr + offs_n // SCALE_ROWS, mask_n)[:, None]
     y *= factor
+    gate = y
     if GATED:
-        gate = y
         y = gl.sum(acc_up, 0) * factor
         if GROUPS == 1:
             y *= _load_scale(scale_ptr + (offs_n + n_count) // SCALE_ROWS, mask_n)[:, None]
-        if BIAS:
-            gate += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-            y += gl.load(bias_ptr + n_count + offs_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-        y = gate / (1.0 + gl.exp(-gate)) * y
-    elif BIAS:
-        y += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-    mask = mask_n[:, None] & mask_m[None, :]
-    at = offs_m[None, :].to(gl.int64) * n_count + offs_n[:, None]
-    if ADD:
-        y += gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
-    rounded = y.to(DTYPE)
-    gl.store(out_ptr + at, rounded, mask=mask)
-    if HALF_NORM:
-        value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        weight = gl.load(next_norm_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32)[:, None]
-        gl.store(normed_ptr + at, (value * weight).to(DTYPE), mask=mask)
-        gl.store(squares_ptr + offs_m * gl.num_programs(0) + tile, gl.sum(value * value, 0), mask=mask_m)
+    store_outputs(
+        y, gate, tile * BN, 0, tile, gl.num_programs(0), bias_ptr, out_ptr, next_norm_ptr, normed_ptr, squares_ptr,
+        m_count, n_count, GATED, ADD, BIAS, HALF_NORM,
+    )  # fmt: skip

@@ -191,5 +191,6 @@ def test_weights_keep_their_bytes_on_the_device(scheme: str, per_weight: float) 
             held = torch.cuda.memory_allocated()
             step()
         assert torch.cuda.max_memory_allocated() - held < most
-        assert torch.cuda.memory_allocated() - held < 1 << 20
+        # the attention's scratch, 2 MiB for 129 rows; the smallest matrix in 16 bits would take 8 MiB
+        assert torch.cuda.memory_allocated() - held < 4 << 20
         del step
