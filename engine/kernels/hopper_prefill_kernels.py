@@ -91,7 +91,7 @@ def _first_key(position, window, WINDOWED: gl.constexpr):
 @gluon.jit
 def _load_blocks(
     desc, smem, ready, free, table, first_key, keys, column, index,
-    DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Load all blocks with keys or values first_key..keys, the last block first.
 
@@ -107,7 +107,9 @@ def _load_blocks(
     for block in range((keys - 1) // BLOCK, first_key // BLOCK - 1, -1):
         slots = ()  # read before the wait, which hides their latency
         for page in gl.static_range(PAGES):
-            place = gl.maximum(gl.minimum(block * PAGES + page, last_page), first_page)
+            place = gl.minimum(block * PAGES + page, last_page)
+            if WINDOWED:
+                place = gl.maximum(place, first_page)
             slots = slots + (gl.load(table + place).to(gl.int32) * PAGE,)  # type: ignore[assignment]
         stage = index % STAGES
         buffer = smem.index(stage)._reinterpret(smem.dtype, [HALVES * PAGES, PAGE, 64], desc.layout)  # noqa: SLF001
@@ -153,6 +155,7 @@ def _load_keys(
         index = _load_blocks(
             k_desc, k_smem, k_ready, k_free, table_ptr + row.to(gl.int64) * table_row,
             _first_key(position, window, WINDOWED), keys, group // PER_HEAD * DIM, index, DIM, PAGE, STAGES,
+            WINDOWED,
         )  # fmt: skip
 
 
@@ -171,6 +174,7 @@ def _load_values(
         index = _load_blocks(
             v_desc, v_smem, v_ready, v_free, table_ptr + row.to(gl.int64) * table_row,
             _first_key(position, window, WINDOWED), keys, item % GROUPS // PER_HEAD * DIM, index, DIM, PAGE, STAGES,
+            WINDOWED,
         )  # fmt: skip
 
 
