@@ -67,7 +67,7 @@ ROW_LIMITS = tuple(most for most, _ in SPLITS[:-1])
 """Numbers of rows above which other kernels are launched."""
 
 _SUM_CHUNK, _SUM_WARPS = 256, 2
-_LEAST_CAPACITY = 4096  # tokens of windows: those of a small vocabulary differ more from the average
+_LEAST_CAPACITY = 4096  # tokens of windows: buckets of a small vocabulary differ more from the average
 _SEARCH_TILE, _SEARCH_WARPS = 512, 16
 
 
