@@ -336,7 +336,7 @@ def _multiply_fp8(x: Tensor, weight: LinearWeight, out: Tensor, bias: Tensor | N
     )
     if outputs % 16 == 0 and out.is_contiguous() and x.is_cuda and out.dtype == torch.bfloat16:
         # it takes a scale for each row of W
-        row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs)
+        row_scales = weight.scale.expand(-1, layout.scale_rows).reshape(1, outputs).contiguous()
         operands = codes, weight.weight.view(torch.float8_e4m3fn).T, scales.T, row_scales
         if add:
             out.add_(torch._scaled_mm(*operands, bias=bias, out_dtype=out.dtype))  # noqa: SLF001  # its only name here
