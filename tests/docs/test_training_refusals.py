@@ -25,7 +25,7 @@ NAMING = {  # functions that return texts
     "_refused_host_memory",
     "higher_order_refusal",
     "unwatched_reads",
-    "_optimizers_on_host",
+    "optimizers_on_host",
 }
 COLLECTED = {"reasons", "refusals", "DOUBLE_BACKWARD", "REFUSAL"}  # reasons that are raised elsewhere
 RAISING = {"CaptureRefused", "error_type"}
