@@ -3,8 +3,8 @@
     python -m benchmarks serving.first_hour --json FILE                       # set-up and downloads included: minutes
     python -m benchmarks serving.first_hour --venv .venv --busy 0,2           # with the packages of an environment
 
-Clones the repository's last commit, and for each number of busy processes runs `./scripts/serve` with an empty HOME and
-without variables that set threads. Set-up and the model's download are timed apart.
+Clones the repository's last commit, and for each number of busy processes runs `./scripts/serve` with a HOME as set-up left
+it, without variables that set threads. Set-up and the model's download are timed apart.
 
 - model_seconds: from the start until the default model is in the cache. --cache FOLDER uses a folder that has it.
 - ready_seconds: from then until /ready answers 200. first_token_seconds: from ready to the first streamed token.
@@ -22,6 +22,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -48,6 +49,7 @@ POLL_SECONDS = 0.02
 HIDDEN = ("OMP_", "MKL_", "GOMP_", "KMP_", "ENCORE_", "XDG_", "PYTHON", "VIRTUAL_ENV", "HOME")
 # A stand-in for the environment that scripts/setup makes, and the key by which it knows that nothing is left to do.
 SHIM = '#!/bin/sh\nPYTHONPATH="{clone}" exec "{python}" -m server.cli "$@"\n'
+COMPILE = "from engine.kernels.cpu_library import cpu_kernels_loaded; cpu_kernels_loaded()"  # as scripts/setup does
 READY_KEY = "printf '%s' \"cpu $(cat pyproject.toml scripts/setup | cksum)\" > .venv/.ready-serve"
 
 
@@ -187,13 +189,16 @@ def clone_to(folder: Path, venv: Path | None, environment: dict[str, str]) -> tu
         (commands / "encore").write_text(SHIM.format(clone=clone, python=venv.absolute() / "bin" / "python"))
         (commands / "encore").chmod(0o755)
         subprocess.run(["sh", "-c", READY_KEY], cwd=clone, check=True)
+        subprocess.run([venv.absolute() / "bin" / "python", "-c", COMPILE], cwd=clone, env=environment, check=True)
     return clone, time.perf_counter() - started
 
 
 @contextlib.contextmanager
-def empty_home(folder: Path, cache: Path | None) -> Iterator[tuple[dict[str, str], Path]]:
-    """Make a home; return a user's environment in it, and the folder where models are kept."""
+def new_home(folder: Path, cache: Path | None, left: str | None = None) -> Iterator[tuple[dict[str, str], Path]]:
+    """Make a home with what set-up has `left` in another; return a user's environment in it, and the models' folder."""
     with tempfile.TemporaryDirectory(dir=folder) as home:
+        if left is not None:
+            shutil.copytree(left, home, dirs_exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
         environment |= {"HOME": home, "PYTHONUNBUFFERED": "1"}
         if cache is not None:
@@ -216,15 +221,16 @@ def main(argv: Sequence[str]) -> int:
     report = harness.Report(__spec__.name, args, argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with empty_home(folder, args.cache) as (environment, _):
+        with new_home(folder, args.cache) as (environment, _):
             clone, setup = clone_to(folder, args.venv, environment)
-        for busy in args.busy:
-            with empty_home(folder, args.cache) as (environment, cache), harness.busy_processes(busy):
-                before = os.getloadavg()[0]
-                row = measure(clone, environment, cache, args.tokens, args.seconds)
-                loads = {"load_before": round(before, 2), "load_after": round(os.getloadavg()[0], 2)}
-                asked = ASKED_BUSY_SECONDS if busy else ASKED_SECONDS
-                report.add({"busy": busy} | loads | row | {"asked_seconds": asked})
+            for busy in args.busy:
+                homes = new_home(folder, args.cache, environment["HOME"])
+                with homes as (environment_of_run, cache), harness.busy_processes(busy):
+                    before = os.getloadavg()[0]
+                    row = measure(clone, environment_of_run, cache, args.tokens, args.seconds)
+                    loads = {"load_before": round(before, 2), "load_after": round(os.getloadavg()[0], 2)}
+                    asked = ASKED_BUSY_SECONDS if busy else ASKED_SECONDS
+                    report.add({"busy": busy} | loads | row | {"asked_seconds": asked})
     report.finish(COLUMNS, setup_seconds=round(setup, 1))
     return 0
 
