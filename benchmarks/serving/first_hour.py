@@ -3,8 +3,8 @@
     python -m benchmarks serving.first_hour --json FILE                       # set-up and downloads included: minutes
     python -m benchmarks serving.first_hour --venv .venv --busy 0,2           # with the packages of an environment
 
-Clones the repository's last commit, and for each number of busy processes runs `./scripts/serve` with a HOME as set-up left
-it, without variables that set threads. Set-up and the model's download are timed apart.
+Clones the repository's last commit, and for each number of busy processes runs `./scripts/serve` with a HOME as set-up
+left it, without variables that set threads. Set-up and the model's download are timed apart.
 
 - model_seconds: from the start until the default model is in the cache. --cache FOLDER uses a folder that has it.
 - ready_seconds: from then until /ready answers 200. first_token_seconds: from ready to the first streamed token.

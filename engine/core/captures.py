@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 LOG_SECONDS = 5.0
 MAX_STALL_SECONDS = 0.5  # for which a capture on a CPU may hold up live requests
 ASKED = "asked"  # invalidation reason of graphs that an operator dropped
-CPU_CAPTURE_SHARE, GPU_CAPTURE_SHARE = 0.08, 0.5  # of the time, while requests are live
+CPU_CAPTURE_SHARE, GPU_CAPTURE_SHARE = 0.05, 0.5  # of the time, while requests are live
 
 
 class CaptureLog:
