@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_cache.backends.saved_states import replaced
+
 _library = torch.library.Library("encore_generators", "DEF")
 _library.define("save(Generator generator) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define("restore(Generator generator, Tensor state) -> ()", tags=(torch.Tag.nondeterministic_seeded,))
@@ -40,7 +42,6 @@ def recorded_states(generators: Container[object], refuse: Callable[[], None]) -
     if default._cdata not in generators:  # type: ignore[attr-defined]
         yield
         return
-    originals = [(owner, owner.get_rng_state, owner.set_rng_state) for owner in OWNERS]
     get_state, set_state = torch.get_rng_state, torch.set_rng_state
 
     def saved() -> Tensor:
@@ -58,10 +59,5 @@ def recorded_states(generators: Container[object], refuse: Callable[[], None]) -
             return set_state(state)
         torch.ops.encore_generators.restore(default, state)
 
-    for owner in OWNERS:
-        owner.get_rng_state, owner.set_rng_state = saved, restored
-    try:
+    with replaced(OWNERS, get_rng_state=saved, set_rng_state=restored):
         yield
-    finally:
-        for owner, original_get, original_set in originals:
-            owner.get_rng_state, owner.set_rng_state = original_get, original_set

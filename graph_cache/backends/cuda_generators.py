@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.backends.saved_states import SavedStates
+from graph_cache.backends.saved_states import SavedStates, replaced
 from graph_cache.errors import CaptureRefused
 
 OWNERS: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
@@ -44,10 +44,10 @@ class CudaSavedStates(SavedStates):
         def saved(device: Any = "cuda") -> Tensor:
             state = get_state(device)
             if self._captures(device):
-                self._seed, _ = LAYOUT.unpack(_bytes_of(state))
+                self._seed, _ = _seed_and_offset(state)
             return state
 
-        with _replaced("get_rng_state", saved):
+        with replaced(OWNERS, get_rng_state=saved):
             yield
 
     @contextmanager
@@ -56,23 +56,23 @@ class CudaSavedStates(SavedStates):
             yield
             return
         set_state = torch.cuda.set_rng_state
-        own, _ = LAYOUT.unpack(_bytes_of(self._generator.get_state()))
+        own, _ = _seed_and_offset(self._generator.get_state())
         is_away = False  # whether the last state that was set is one of the forward's
 
         def restored(state: Tensor, device: Any = "cuda") -> None:
             nonlocal is_away
             if self._captures(device):
-                seed, offset = LAYOUT.unpack(_bytes_of(state))
+                seed, offset = _seed_and_offset(state)
                 if is_away := seed == self._seed:
                     self._are_set = True
                     state = _state_of(own, offset)
             set_state(state, device)
 
-        with _replaced("set_rng_state", restored):
+        with replaced(OWNERS, set_rng_state=restored):
             yield
         if not self._are_set:
             return
-        _, drawn = LAYOUT.unpack(_bytes_of(self._generator.get_state()))
+        _, drawn = _seed_and_offset(self._generator.get_state())
         if is_away or drawn:
             raise CaptureRefused(
                 "the backward sets a state of the random generator that the forward has saved, and draws other random "
@@ -85,13 +85,13 @@ class CudaSavedStates(SavedStates):
         set_state = torch.cuda.set_rng_state
 
         def restored(state: Tensor, device: Any = "cuda") -> None:
-            seed, offset = LAYOUT.unpack(_bytes_of(state))
+            seed, offset = _seed_and_offset(state)
             if self._base is not None and seed == self._seed:
-                seed, base = LAYOUT.unpack(_bytes_of(self._base))
+                seed, base = _seed_and_offset(self._base)
                 state = _state_of(seed, base + offset)
             set_state(state, device)
 
-        with _replaced("set_rng_state", restored):
+        with replaced(OWNERS, set_rng_state=restored):
             yield
 
     def around_forward(self, replay: Callable[[], None]) -> Callable[[], None]:
@@ -127,22 +127,9 @@ class CudaSavedStates(SavedStates):
         return self._generator.device.index == (torch.cuda.current_device() if index in (None, -1) else index)
 
 
-@contextmanager
-def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of `torch.cuda` within the block. Other threads get it too: autograd runs in its own."""
-    originals = [(owner, getattr(owner, name)) for owner in OWNERS]
-    for owner in OWNERS:
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for owner, original in originals:
-            setattr(owner, name, original)
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    """Return the bytes of a state without an operation, since a capture would see it."""
-    return ctypes.string_at(state.data_ptr(), LAYOUT.size)
+def _seed_and_offset(state: Tensor) -> tuple[int, int]:
+    """Read a state without an operation, since a capture would see it."""
+    return LAYOUT.unpack(ctypes.string_at(state.data_ptr(), LAYOUT.size))
 
 
 def _state_of(seed: int, offset: int) -> Tensor:

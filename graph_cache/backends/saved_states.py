@@ -6,8 +6,9 @@ two graphs, the backend decides how.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 
 class SavedStates:
@@ -32,3 +33,16 @@ class SavedStates:
     def around_backward(self, replay: Callable[[], None]) -> Callable[[], None]:
         """Return the backward's replay, which draws the same random numbers as the last replay of the forward."""
         return replay
+
+
+@contextmanager
+def replaced(owners: Iterable[Any], **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of modules within the block. Other threads get the new ones too: autograd runs in its own."""
+    originals = [(owner, name, getattr(owner, name)) for owner in owners for name in functions]
+    for owner, name, _ in originals:
+        setattr(owner, name, functions[name])
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
