@@ -20,6 +20,8 @@ from engine.errors import ConfigError, RequestError
 from engine.utils import progress
 from engine.utils.progress import Progress
 
+END = "\0"  # follows what was drawn
+
 
 @pytest.fixture
 def unlogged(monkeypatch) -> None:
@@ -32,15 +34,15 @@ def terminal() -> Iterator[Callable[[], str]]:
     """Make standard error a terminal; yield a function that reads what was drawn there."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, 100))
-    os.set_blocking(master, False)
     with open(slave, "w") as stream, contextlib.redirect_stderr(stream):
 
         def drawn() -> str:
+            stream.write(END)
             stream.flush()
-            try:
-                return os.read(master, 1 << 16).decode()
-            except BlockingIOError:
-                return ""
+            text = ""
+            while not text.endswith(END):  # what was written arrives in order, but not at once
+                text += os.read(master, 1 << 16).decode()
+            return text.removesuffix(END)
 
         yield drawn
     os.close(master)
