@@ -200,7 +200,8 @@ def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None
     ({"metadata": {"block_count": 1}}, "blk.1"),
     ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata implies"),
     ({"embedding_rows": 270}, "272 tokens.*270 rows"),
-    ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
+    ({"metadata": {"expert_count": 8}}, r"llama\.expert_used_count"),
+    ({"metadata": {"expert_count": 8, "expert_used_count": 2}}, r"'blk\.0\.ffn_gate\.weight' is not part of a llama"),
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
     ({"metadata": {"attention.head_count": "four"}}, "head_count is 'four'"),
     ({"metadata": {"rope.scaling.type": "longrope", "rope.scaling.factor": 2}}, "longrope"),
@@ -219,7 +220,13 @@ def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None
     ({"drop": ("blk.1.ffn_up.weight",)}, "mlp.up_proj.weight is missing"),
     ({"drop": ("token_embd.weight",)}, "token_embd.weight"),
     ({"extra": {"blk.0.ssm_a.weight": np.zeros(4, np.float32)}}, "ssm_a"),
-    ({"extra": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.*Hugging Face folder"),
+    ({"extra": {"rope_freqs.weight": np.ones(4, np.float32)}}, r"rope_freqs\.weight must be 8 positive numbers"),
+    ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, r"rope_freqs\.weight must be 8 positive numbers"),
+    ({"extra": {"rope_factors_long.weight": np.ones(8, np.float32)}}, r"rope_factors_long\.weight.*both others"),
+    (
+        {"extra": {"rope_freqs.weight": np.ones(8, np.float32)}, "metadata": {"rope.scale_linear": 2.0}},
+        r"rope_freqs\.weight can't both apply",
+    ),
     ({"extra": {"blk.0.attn_q.bias": np.zeros(64, np.int8)}}, "missing"),
 ])  # fmt: skip
 def test_unsupported_or_contradictory_files_are_refused_by_name(tmp_path: Path, settings: dict, message: str) -> None:
