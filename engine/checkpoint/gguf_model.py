@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint.gguf_codes import FOUR_BITS, Q8_0, FourBits, read_q8_0
 from engine.checkpoint.gguf_families import NAMES, family_of, rotated_fraction
-from engine.checkpoint.gguf_file import END_TOKENS, Q4_1, Q8_0, GGUFFile
+from engine.checkpoint.gguf_file import END_TOKENS, GGUFFile
 from engine.checkpoint.gguf_keys import ArchitectureKeys
 from engine.checkpoint.gguf_rope import rope_scaling
 from engine.checkpoint.gguf_tensors import map_tensors
@@ -133,33 +134,38 @@ class GGUFModel:
             if name not in without:
                 yield name, self.weight(name)
 
-    def is_q4_1(self, name: str) -> bool:
-        """Return whether weight `name` is stored as Q4_1, so that `q4_1` can return its codes."""
-        return self._is_stored_as(name, Q4_1)
+    def has_4_bits(self, name: str) -> bool:
+        """Return whether weight `name` has codes of 4 bits, which `four_bits` returns."""
+        return self._type_of(name) in FOUR_BITS
+
+    def is_mostly_4bit(self) -> bool:
+        """Return whether most matrices have codes of 4 bits, with which the int4 kernel computes as they are."""
+        matrices = [info for info in self.file.tensors.values() if len(info.shape) == 2]
+        return 2 * sum(map(self.has_4_bits, self.names())) > len(matrices)
+
+    def four_bits(self, name: str) -> FourBits:
+        """Return the codes, scales and minima of a weight that `has_4_bits`, in the order of its rows."""
+        weight = self._weights[name]
+        codes, scale, low = FOUR_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
+        return weight.arrange(codes), weight.arrange(scale), weight.arrange(low)
 
     def is_q8_0(self, name: str) -> bool:
         """Return whether weight `name` is stored as Q8_0, so that `q8_0` can return its codes."""
-        return self._is_stored_as(name, Q8_0)
-
-    def is_mostly_4bit(self) -> bool:
-        """Return whether most tensors are Q4_1, which the int4 kernel represents exactly, code by code."""
-        return sum(map(self.is_q4_1, self.names())) * 2 > len(self.file.tensors)
-
-    def q4_1(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one Q4_1 weight by Hugging Face name, as GGUFFile.q4_1 does, with rows in rotate-half order."""
-        weight = self._weights[name]
-        codes, scale, low = map(weight.arrange, self.file.q4_1(weight.sources[0]))
-        return codes, scale, low
+        return self._type_of(name) == Q8_0
 
     def q8_0(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return one Q8_0 weight by Hugging Face name, as GGUFFile.q8_0 does, with rows in rotate-half order."""
+        """Return the codes and scales of a weight that `is_q8_0`, in the order of its rows."""
         weight = self._weights[name]
-        codes, scale = map(weight.arrange, self.file.q8_0(weight.sources[0]))
-        return codes, scale
+        codes, scale = read_q8_0(self.file.blocks(weight.sources[0]))
+        return weight.arrange(codes), weight.arrange(scale)
 
-    def _is_stored_as(self, name: str, type_id: int) -> bool:
+    def _type_of(self, name: str) -> int | None:
+        """Return the type of a matrix whose rows are those of one tensor of the file."""
         weight = self._weights.get(name)
-        return weight is not None and weight.moves_rows and self.file.info(weight.sources[0]).type_id == type_id
+        if weight is None or not weight.moves_rows:
+            return None
+        info = self.file.info(weight.sources[0])
+        return info.type_id if len(info.shape) == 2 else None
 
     def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         weight = self._weights[name]

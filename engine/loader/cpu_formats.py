@@ -47,7 +47,7 @@ def choose_cpu_format(requested: str = "auto", dtype: str = "auto", is_4bit: boo
     `auto` selects the first that applies:
 
     - fp32 for dtype float32;
-    - int4 for a 4-bit file, which it represents exactly, if the CPU has fast bfloat16 and the int4 kernel;
+    - int4 for a 4-bit file, whose codes it keeps, if the CPU has fast bfloat16 and the int4 kernel;
     - bf16 if the dtype is bfloat16 or the CPU has fast bfloat16;
     - fp32.
 
@@ -114,7 +114,7 @@ def load_gguf(
     """Load a GGUF file into a new model on `device`.
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
-    format, Q4_1 matrices, and a Q8_0 head with its embedding, are converted code by code; all other tensors are
+    format, matrices with 4-bit codes, and a Q8_0 head with its embedding, are converted code by code; all others are
     dequantised exactly and rounded to the dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
     """
     source, config = _open(path)
@@ -129,7 +129,7 @@ def load_gguf(
     model: Model
     if chosen == "int4":
         model = build_int4_model(
-            config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1, stored_in_8_bits=source.is_q8_0
+            config, torch_dtype, max_len, stored_in_4_bits=source.has_4_bits, stored_in_8_bits=source.is_q8_0
         )
         loaded = _fill_codes(model, source, progress)
     else:
@@ -233,7 +233,7 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
 
     def convert(projection: tuple[Linear, list[str]]) -> None:
         layer, tensors = projection
-        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, tensors), strict=True))
+        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.four_bits, tensors), strict=True))
         load_codes(layer, codes, scale, low + 8 * scale)
 
     loaded: set[str] = set()

@@ -15,6 +15,7 @@ import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention.kv_cache import KVCache
+from engine.checkpoint.gguf_codes import FOUR_BITS
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.checkpoint.source import ModelSource
@@ -79,20 +80,31 @@ def test_the_log_says_that_weights_on_a_gpu_are_dequantised(tmp_path: Path, capl
     assert "dequantised to bfloat16 on meta" in caplog.text
 
 
-def test_q4_1_codes_scale_and_minimum_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
-    values = np.random.default_rng(1).normal(size=(5, 96)).astype(np.float32)
-    write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q4_1)})
+def random_blocks(kind: Kind, rows: int, inputs: int) -> np.ndarray:
+    """Return random bytes of a matrix, uint8 [rows, bytes], whose factors are finite."""
+    size, nbytes = gguf.constants.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, size=(rows, inputs // size, nbytes), dtype=np.uint8)
+    factors = 1 if kind is Kind.Q4_0 else 2
+    blocks[:, :, : 2 * factors] = rng.normal(size=(rows, inputs // size, factors)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K])
+def test_codes_of_4_bits_give_the_reference_values_bit_for_bit(tmp_path: Path, kind: Kind) -> None:
+    raw = random_blocks(kind, 5, 768)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     file = GGUFFile(tmp_path / "t.gguf")
-    codes, scale, low = file.q4_1("w")
-    rebuilt = codes.view(5, 3, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
-    assert codes.max() == 15 and codes.min() == 0
-    assert torch.equal(rebuilt.view(5, 96), file.dense("w"))
-
-
-def test_codes_of_another_quantisation_are_refused(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "t.gguf", {"w": (np.ones((5, 96), dtype=np.float32), Kind.Q8_0)})
-    with pytest.raises(ModelError, match="Q8_0"):
-        GGUFFile(tmp_path / "t.gguf").q4_1("w")
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    codes, scale, low = FOUR_BITS[file.info("w").type_id](file.blocks("w"))
+    assert codes.max() == 15 and codes.min() == 0 and scale.shape == low.shape == (5, 24)
+    rebuilt = codes.view(5, 24, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
+    assert torch.equal(rebuilt.view(5, 768), expected) and torch.equal(file.dense("w"), expected)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -110,12 +122,14 @@ def test_llama_rows_are_permuted_in_the_file() -> None:
     assert not torch.equal(llama_cpp_order(weight, SIZES["heads"]), weight)
 
 
-def test_q4_1_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+def test_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path, kind: Kind) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=kind)
     source, name = GGUFModel(GGUFFile(tmp_path / "m.gguf")), "model.layers.1.self_attn.k_proj.weight"
-    codes, scale, low = source.q4_1(name)
+    codes, scale, low = source.four_bits(name)
     rebuilt = codes.view(*scale.shape, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
     assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
+    assert source.is_mostly_4bit() and not source.has_4_bits("model.norm.weight")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
