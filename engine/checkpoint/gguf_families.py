@@ -58,7 +58,7 @@ class GGUFFamily:
     - whole: whole names of other tensors of a layer. Two names, with a space between: the checkpoint has the rows of
       both in one tensor.
     - rows_interleaved: the two halves of each head's rows of q and k are interleaved, for llama.cpp's rotary embedding.
-    - qkv_by_head: the file has all rows of q, then of k and of v; the checkpoint those of each head together.
+    - qkv_by_head: the file has all rows of q, then of k and of v; the checkpoint all rows of each head together.
     - norms_plus_one: the file has 1 + weight of norms.
     - experts_interleaved: the checkpoint's experts are transposed, and gate and up take turns.
     - partial_rotary: a part of a head may rotate.

@@ -160,7 +160,7 @@ class GGUFModel:
         return weight.arrange(codes), weight.arrange(scale)
 
     def _type_of(self, name: str) -> int | None:
-        """Return the type of a matrix whose rows are those of one tensor of the file."""
+        """Return the type of a matrix that has the rows of one tensor of the file; None for other weights."""
         weight = self._weights.get(name)
         if weight is None or not weight.moves_rows:
             return None
