@@ -134,27 +134,27 @@ class GGUFModel:
             if name not in without:
                 yield name, self.weight(name)
 
-    def has_4_bits(self, name: str) -> bool:
-        """Return whether weight `name` has codes of 4 bits, which `four_bits` returns."""
-        return self._type_of(name) in FOUR_BITS
+    def codes_of(self, name: str) -> str | None:
+        """Return how CPUs can store weight `name` as it is: "int4" (see `four_bits`), "int8" (see `q8_0`) or None."""
+        kind = self._type_of(name)
+        return "int4" if kind in FOUR_BITS else "int8" if kind == Q8_0 else None
 
-    def is_mostly_4bit(self) -> bool:
-        """Return whether most matrices have codes of 4 bits, with which the int4 kernel computes as they are."""
-        matrices = [info for info in self.file.tensors.values() if len(info.shape) == 2]
-        return 2 * sum(map(self.has_4_bits, self.names())) > len(matrices)
+    def stored_format(self) -> str | None:
+        """Return "int4" if most matrices have codes of 4 bits, "int8" if most have 4 or 8 bits, or None."""
+        matrices = sum(len(info.shape) == 2 for info in self.file.tensors.values())
+        kinds = [self.codes_of(name) for name in self._weights]
+        if 2 * kinds.count("int4") > matrices:
+            return "int4"
+        return "int8" if 2 * (kinds.count("int4") + kinds.count("int8")) > matrices else None
 
     def four_bits(self, name: str) -> FourBits:
-        """Return the codes, scales and minima of a weight that `has_4_bits`, in the order of its rows."""
+        """Return the codes, scales and minima of an "int4" weight, with rows in the checkpoint's order."""
         weight = self._weights[name]
         codes, scale, low = FOUR_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
         return weight.arrange(codes), weight.arrange(scale), weight.arrange(low)
 
-    def is_q8_0(self, name: str) -> bool:
-        """Return whether weight `name` is stored as Q8_0, so that `q8_0` can return its codes."""
-        return self._type_of(name) == Q8_0
-
     def q8_0(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a weight that `is_q8_0`, in the order of its rows."""
+        """Return the codes and scales of an "int8" weight, with rows in the checkpoint's order."""
         weight = self._weights[name]
         codes, scale = read_q8_0(self.file.blocks(weight.sources[0]))
         return weight.arrange(codes), weight.arrange(scale)

@@ -39,13 +39,11 @@ class Int8Table(nn.Module):
         self.register_buffer("codes", torch.zeros(blocks, inputs, LANES, dtype=torch.int8))
         self.register_buffer("scales", torch.zeros(blocks, inputs // GROUP, LANES, dtype=torch.float16))
 
-    def store(self, codes: Tensor, scales: Tensor) -> None:
-        """Set all rows in place: codes int8 [rows, inputs], scales float16 [rows, inputs / 32]."""
+    def store(self, codes: Tensor, scales: Tensor, start: int = 0) -> None:
+        """Set rows from `start` on in place: codes int8 [rows, inputs], scales float16 [rows, inputs / 32]."""
+        rows = torch.arange(start, start + len(codes))
         for stored, values in ((self.codes, codes), (self.scales, scales)):
-            whole, width = self.rows // LANES, values.shape[1]
-            stored[:whole] = values[: whole * LANES].view(whole, LANES, width).transpose(1, 2)
-            if rest := self.rows % LANES:
-                stored[whole, :, :rest] = values[whole * LANES :].T
+            stored.transpose(1, 2)[rows // LANES, rows % LANES] = values
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / 32]."""
@@ -77,20 +75,24 @@ def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class Int8Slot:
-    """The slot of a checkpoint tensor of `dtype` in an Int8Table; like WeightSlot, but `write` quantises (lossy)."""
+    """The slot of a checkpoint tensor of `dtype` in an Int8Table; like WeightSlot, but `write` quantises (lossy).
 
-    def __init__(self, table: Int8Table, dtype: torch.dtype):
-        self.table, self.dtype = table, dtype
+    The tensor has the table's rows from `start` on, `rows` or all of them.
+    """
+
+    def __init__(self, table: Int8Table, dtype: torch.dtype, start: int = 0, rows: int | None = None):
+        self.table, self.dtype, self.start = table, dtype, start
+        self.rows = table.rows if rows is None else rows
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The checkpoint tensor's shape."""
-        return (self.table.rows, self.table.inputs)
+        return (self.rows, self.table.inputs)
 
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
         with torch.no_grad():
-            self.table.store(*quantize_int8(tensor.to(device="cpu")))
+            self.table.store(*quantize_int8(tensor.to(device="cpu")), self.start)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole checkpoint tensor that is stored here: all of it."""
@@ -98,7 +100,8 @@ class Int8Slot:
 
     def read(self) -> Tensor:
         """Return a dequantised copy in `dtype`."""
-        return dequantize_int8(*self.table.load()).to(self.dtype)
+        codes, scales = (one[self.start : self.start + self.rows] for one in self.table.load())
+        return dequantize_int8(codes, scales).to(self.dtype)
 
 
 class Int8Embedding(nn.Module):

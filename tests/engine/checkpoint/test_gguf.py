@@ -129,7 +129,7 @@ def test_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path, kind: Kind)
     codes, scale, low = source.four_bits(name)
     rebuilt = codes.view(*scale.shape, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
     assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
-    assert source.is_mostly_4bit() and not source.has_4_bits("model.norm.weight")
+    assert source.stored_format() == source.codes_of(name) == "int4" and source.codes_of("model.norm.weight") is None
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
