@@ -46,7 +46,7 @@ constexpr int64_t WIDE = 1;
 constexpr int64_t GRAIN = 1 << 16;  // weights for which a thread is worth its start
 constexpr int64_t SPAN = 512;       // tokens that a thread attends to at a time
 constexpr int64_t TOKENS_AHEAD = 32; // keys to prefetch
-constexpr int64_t AHEAD = 4096;     // bytes of codes to prefetch: a tenth faster than the CPU's own choice
+constexpr int64_t AHEAD = 8192;     // bytes of codes to prefetch: a tenth faster than the CPU's own choice
 
 inline float to_float(uint16_t bfloat16) {
   const uint32_t bits = uint32_t(bfloat16) << 16;
@@ -97,6 +97,14 @@ struct Floats {
   void add_product(Floats a, Floats b) { v = _mm512_fmadd_ps(a.v, b.v, v); }
   void add_product(Floats a, float b) { v = _mm512_fmadd_ps(a.v, _mm512_set1_ps(b), v); }
   void raise_to(Floats a) { v = _mm512_max_ps(v, a.v); }
+#if ENCORE_BFLOAT16_PAIRS
+  // Add the products of 16 pairs of bfloat16 numbers and one pair.
+  void add_pairs(__m512i pairs, const uint16_t* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof(both));
+    v = _mm512_dpbf16_ps(v, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
+  }
+#endif
   void store(float* to) const { _mm512_storeu_ps(to, v); }
 };
 #elif defined(__AVX2__)
@@ -231,54 +239,68 @@ inline void int4_block(const Rows& rows, const char* packed, const char* scales,
   const __m512i table = _mm512_load_si512(TABLE);
 #endif
   for (int64_t g = 0; g < groups; g++, scales += 4 * LANES) {
-    Floats part[M];
+    Floats part[M], other[M];  // two chains of sums: the CPU waits for one
     for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 8, packed += 4 * LANES) {
       _mm_prefetch(packed + AHEAD, _MM_HINT_T0);
 #if ENCORE_BFLOAT16_PAIRS
       const __m512i words = _mm512_loadu_si512(packed);
-      const auto add = [&](__m512i shifted, int64_t first) {
-        const __m512bh codes = (__m512bh)_mm512_permutexvar_epi16(shifted, table);
-        for (int m = 0; m < M; m++) {
-          int32_t pair;
-          std::memcpy(&pair, rows.x[m] + first, sizeof(pair));
-          part[m].v = _mm512_dpbf16_ps(part[m].v, codes, (__m512bh)_mm512_set1_epi32(pair));
-        }
+      const auto add = [&](Floats* to, __m512i shifted, int64_t first) {
+        const __m512i codes = _mm512_permutexvar_epi16(shifted, table);
+        for (int m = 0; m < M; m++) to[m].add_pairs(codes, rows.x[m] + first);
       };
-      add(words, k);
-      add(_mm512_srli_epi16(words, 4), k + 2);
-      add(_mm512_srli_epi16(words, 8), k + 4);
-      add(_mm512_srli_epi16(words, 12), k + 6);
+      add(part, words, k);
+      add(other, _mm512_srli_epi16(words, 4), k + 2);
+      add(part, _mm512_srli_epi16(words, 8), k + 4);
+      add(other, _mm512_srli_epi16(words, 12), k + 6);
 #else
-      const auto add = [&](Floats codes, int64_t at) {
-        for (int m = 0; m < M; m++) part[m].add_product(codes, rows.values[m * rows.inputs + at]);
+      const auto add = [&](Floats* to, Floats codes, int64_t at) {
+        for (int m = 0; m < M; m++) to[m].add_product(codes, rows.values[m * rows.inputs + at]);
       };
-      add(Floats::codes<0>(packed), k), add(Floats::codes<4>(packed), k + 1);
-      add(Floats::codes<1>(packed), k + 2), add(Floats::codes<5>(packed), k + 3);
-      add(Floats::codes<2>(packed), k + 4), add(Floats::codes<6>(packed), k + 5);
-      add(Floats::codes<3>(packed), k + 6), add(Floats::codes<7>(packed), k + 7);
+      add(part, Floats::codes<0>(packed), k), add(other, Floats::codes<4>(packed), k + 1);
+      add(part, Floats::codes<1>(packed), k + 2), add(other, Floats::codes<5>(packed), k + 3);
+      add(part, Floats::codes<2>(packed), k + 4), add(other, Floats::codes<6>(packed), k + 5);
+      add(part, Floats::codes<3>(packed), k + 6), add(other, Floats::codes<7>(packed), k + 7);
 #endif
     }
     const Floats scale = Floats::low_bfloat16(scales), zero = Floats::high_bfloat16(scales);
     for (int m = 0; m < M; m++) {
+      part[m].add_product(other[m], 1.0f);
       sums[m].add_product(scale, part[m]);
       sums[m].add_product(zero, rows.sums[m * groups + g]);
     }
   }
 }
 
-// A group of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are exact in float32.
+// A group of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are exact in float32,
+// and the codes in bfloat16.
 template <int M>
 inline void int8_block(const Rows& rows, const char* codes, const char* scales, Floats* sums) {
   for (int m = 0; m < M; m++) sums[m] = Floats();
   for (int64_t first = 0; first < rows.inputs; first += GROUP, scales += 2 * LANES) {
-    Floats part[M];
-    for (int64_t k = first; k < first + GROUP; k++, codes += LANES) {
-      if (k % 4 == 0) _mm_prefetch(codes + AHEAD, _MM_HINT_T0);
-      const Floats values = Floats::from_int8(codes);
-      for (int m = 0; m < M; m++) part[m].add_product(values, rows.values[m * rows.inputs + k]);
+    Floats part[M], other[M];
+    for (int64_t k = first; k < first + GROUP; k += 4, codes += 4 * LANES) {
+      _mm_prefetch(codes + AHEAD, _MM_HINT_T0);
+      const auto add = [&](Floats* to, const char* some, int64_t at) {
+        const Floats even = Floats::from_int8(some), odd = Floats::from_int8(some + LANES);
+#if ENCORE_BFLOAT16_PAIRS
+        const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
+        const __m512i pairs = _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(odd.v));
+        for (int m = 0; m < M; m++) to[m].add_pairs(pairs, rows.x[m] + at);
+#else
+        for (int m = 0; m < M; m++) {
+          to[m].add_product(even, rows.values[m * rows.inputs + at]);
+          to[m].add_product(odd, rows.values[m * rows.inputs + at + 1]);
+        }
+#endif
+      };
+      add(part, codes, k);
+      add(other, codes + 2 * LANES, k + 2);
     }
     const Floats scale = Floats::from_float16(scales);
-    for (int m = 0; m < M; m++) sums[m].add_product(scale, part[m]);
+    for (int m = 0; m < M; m++) {
+      part[m].add_product(other[m], 1.0f);
+      sums[m].add_product(scale, part[m]);
+    }
   }
 }
 
