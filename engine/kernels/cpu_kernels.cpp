@@ -1,9 +1,9 @@
-// GEMMs for few rows with quantised weights, decode attention over pages, and the operations between them, on a CPU, as
+// GEMMs for few rows with quantised and bfloat16 weights, decode attention over pages, and the operations between them, on a CPU, as
 // PyTorch operations in the namespace encore_cpu.
 //
-// cpu_library.py compiles this file on the machine that runs it, against PyTorch's stable ABI. GEMMs compute
-// 16 outputs in the 16 lanes of a vector and accumulate over the inputs in float32, in one order that depends neither on
-// the number of rows nor on the number of threads: a row's result is the same bits in any batch.
+// cpu_library.py compiles this file on the machine that runs it, against PyTorch's stable ABI. GEMMs with quantised
+// weights compute 16 outputs in the 16 lanes of a vector. All accumulate over the inputs in float32, in one order that
+// depends neither on the number of rows nor on the number of threads: a row's result is the same bits in any batch.
 //
 // The compiler's flags choose the form: AVX-512 with or without BF16, or AVX2.
 
@@ -39,14 +39,16 @@ constexpr int64_t GROUP = 32;  // inputs that share a scale
 #if defined(__AVX512F__)
 constexpr int64_t TILE = 8;  // rows of x whose sums are in registers at a time
 constexpr int64_t WIDE = 4;  // vectors of a value whose sums are in registers at a time, for up to 4 queries
+constexpr int OUTPUTS = 4;   // of a dense weight whose sums are in registers at a time, for up to 4 rows of x
 #else
 constexpr int64_t TILE = 4;
 constexpr int64_t WIDE = 1;
+constexpr int OUTPUTS = 1;
 #endif
 constexpr int64_t GRAIN = 1 << 16;  // weights for which a thread is worth its start
 constexpr int64_t SPAN = 512;       // tokens that a thread attends to at a time
-constexpr int64_t TOKENS_AHEAD = 32; // keys to prefetch
-constexpr int64_t AHEAD = 8192;     // bytes of codes to prefetch: a tenth faster than the CPU's own choice
+constexpr int64_t TOKENS_AHEAD = 32;  // keys to prefetch
+constexpr int64_t AHEAD = 8192;  // bytes of a weight to prefetch: a tenth faster than the CPU's own choice
 
 inline float to_float(uint16_t bfloat16) {
   const uint32_t bits = uint32_t(bfloat16) << 16;
@@ -407,6 +409,115 @@ void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
   }
 }
 
+// The products of R rows of a bfloat16 weight and M rows of x, summed over the inputs: sums[m * LANES + r], of which the
+// 16 numbers are to be added.
+template <int R, int M>
+void dense_block(const uint16_t* weight, int64_t weight_stride, const uint16_t* x, int64_t x_stride, int64_t inputs,
+                 Floats* sums) {
+  Floats part[R][M];
+  int64_t k = 0;
+#if ENCORE_BFLOAT16_PAIRS
+  const auto add = [&](__mmask32 mask) {
+    __m512bh rows[M];
+    for (int m = 0; m < M; m++) rows[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + m * x_stride + k);
+    for (int r = 0; r < R; r++) {
+      const uint16_t* from = weight + r * weight_stride + k;
+      _mm_prefetch(reinterpret_cast<const char*>(from) + AHEAD, _MM_HINT_T0);
+      const __m512bh some = (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+      for (int m = 0; m < M; m++) part[r][m].v = _mm512_dpbf16_ps(part[r][m].v, some, rows[m]);
+    }
+  };
+  for (; inputs - k >= 2 * LANES; k += 2 * LANES) add(0xffffffff);
+  if (k < inputs) add((1u << (inputs - k)) - 1);
+#else
+  const auto add = [&](const uint16_t* from, int64_t from_stride, const uint16_t* rows, int64_t rows_stride) {
+    for (int r = 0; r < R; r++) {
+      const Floats some = Floats::from_bfloat16(from + r * from_stride);
+      for (int m = 0; m < M; m++) part[r][m].add_product(some, Floats::from_bfloat16(rows + m * rows_stride));
+    }
+  };
+  for (; inputs - k >= LANES; k += LANES) add(weight + k, weight_stride, x + k, x_stride);
+  if (k < inputs) {
+    uint16_t from[R * LANES] = {}, rows[M * LANES] = {};  // padded with zeros
+    for (int r = 0; r < R; r++) std::copy_n(weight + r * weight_stride + k, inputs - k, from + r * LANES);
+    for (int m = 0; m < M; m++) std::copy_n(x + m * x_stride + k, inputs - k, rows + m * LANES);
+    add(from, LANES, rows, LANES);
+  }
+#endif
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) sums[m * LANES + r] = part[r][m];
+}
+
+// The totals of 16 vectors.
+inline void totals(const Floats* values, float* to) {
+#if defined(__AVX512F__)
+  __m512 pairs[8], fours[4];  // of each 128 bits: of 2 vectors the sums of 2 numbers, of 4 vectors those of all 4
+  for (int i = 0; i < 8; i++) {
+    const __m512 a = values[2 * i].v, b = values[2 * i + 1].v;
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto fold = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  _mm512_storeu_ps(to, fold(fold(fours[0], fours[1]), fold(fours[2], fours[3])));
+#else
+  for (int64_t i = 0; i < LANES; i++) to[i] = total(values[i]);
+#endif
+}
+
+// out [M, N] bfloat16 or float32 = x [M, K] bfloat16 times the transposed weight [N, K] bfloat16, plus bias [N] bfloat16.
+void dense_linear(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  const bool rounds = out.scalar_type() == ScalarType::BFloat16;
+  const Matrix to(out, rounds ? ScalarType::BFloat16 : ScalarType::Float, "out must be a bfloat16 or float32 matrix");
+  const Matrix from(x, ScalarType::BFloat16, "x must be a bfloat16 matrix with contiguous rows");
+  const Matrix by(weight, ScalarType::BFloat16, "the weight must be a bfloat16 matrix with contiguous rows");
+  require(to.rows == from.rows && to.columns == by.rows && by.columns == from.columns,
+          "sizes of out, x and the weight don't fit each other");
+  const uint16_t* offsets = nullptr;
+  if (bias) offsets = (const uint16_t*)dense(*bias, ScalarType::BFloat16, by.rows, "bias doesn't fit out");
+  const auto* weights = reinterpret_cast<const uint16_t*>(by.data);
+  // The results of up to 16 outputs and M rows.
+  const auto tile = [&](auto count, int64_t output, int64_t outputs, int64_t row) {
+    constexpr int M = count();
+    Floats sums[M * LANES];
+    const auto* rows = reinterpret_cast<const uint16_t*>(from.data) + row * from.stride;
+    int64_t r = 0;
+    for (; outputs - r >= OUTPUTS; r += OUTPUTS)
+      dense_block<OUTPUTS, M>(weights + (output + r) * by.stride, by.stride, rows, from.stride, by.columns, sums + r);
+    for (; r < outputs; r++)
+      dense_block<1, M>(weights + (output + r) * by.stride, by.stride, rows, from.stride, by.columns, sums + r);
+    for (int m = 0; m < M; m++) {
+      float found[LANES];
+      totals(sums + m * LANES, found);
+      if (offsets)
+        for (int64_t i = 0; i < outputs; i++) found[i] += to_float(offsets[output + i]);
+      const int64_t at = (row + m) * to.stride + output;
+      if (rounds)
+        for (int64_t i = 0; i < outputs; i++) reinterpret_cast<uint16_t*>(to.data)[at + i] = to_bfloat16(found[i]);
+      else
+        std::copy(found, found + outputs, reinterpret_cast<float*>(to.data) + at);
+    }
+  };
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, LANES * by.columns));
+  torch::stable::parallel_for(0, (by.rows + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * LANES; output < std::min(by.rows, end * LANES); output += LANES) {
+      const int64_t outputs = std::min(LANES, by.rows - output);
+      for (int64_t row = 0; row < from.rows; row += 4) {
+        switch (from.rows - row) {
+          case 1: tile(std::integral_constant<int, 1>{}, output, outputs, row); break;
+          case 2: tile(std::integral_constant<int, 2>{}, output, outputs, row); break;
+          case 3: tile(std::integral_constant<int, 3>{}, output, outputs, row); break;
+          default: tile(std::integral_constant<int, 4>{}, output, outputs, row);
+        }
+      }
+    }
+  });
+}
+
 // Heads [T, heads, D] bfloat16 of a projection: the heads of a row are contiguous.
 struct Heads {
   const uint16_t* data;
@@ -723,6 +834,7 @@ STABLE_TORCH_LIBRARY(encore_cpu, m) {
   m.def(
       "paged_decode(Tensor(a!) out, Tensor(b!) k_pages, Tensor(c!) v_pages, Tensor q, Tensor k, Tensor v, "
       "Tensor tables, Tensor rows, Tensor positions, float scale, int window) -> ()");
+  m.def("dense_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
   m.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps, bool offset) -> ()");
   m.def("rotate(Tensor(a!) out, Tensor x, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("silu_mul(Tensor(a!) out, Tensor gate, Tensor up) -> ()");
@@ -733,6 +845,7 @@ STABLE_TORCH_LIBRARY_IMPL(encore_cpu, CPU, m) {
   m.impl("int8_linear", TORCH_BOX(&int8_linear));
   m.impl("int8_rows", TORCH_BOX(&int8_rows));
   m.impl("paged_decode", TORCH_BOX(&paged_decode));
+  m.impl("dense_linear", TORCH_BOX(&dense_linear));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("silu_mul", TORCH_BOX(&silu_mul));

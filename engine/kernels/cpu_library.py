@@ -255,6 +255,13 @@ def computes_bfloat16(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and cpu_kernels_loaded()
 
 
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x Wᵀ + bias in bfloat16 or float32 [M, N] of bfloat16 x [M, K] and W [N, K]. For few rows of x."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+    torch.ops.encore_cpu.dense_linear(out, _with_contiguous_rows(x), _with_contiguous_rows(weight), bias)
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool) -> Tensor:
     """Return x [T, P, N] over the root mean square of its last dimension, times weight [P, N], in bfloat16.
 
