@@ -90,7 +90,9 @@ LOAD = """
 from engine.kernels.cpu_library import load_kernels
 from tests.engine.kernels.test_cpu_library import check_products
 load_kernels({level!r}, {folder!r})
+from tests.engine.kernels.test_cpu_operations import check_operations
 check_products()
+check_operations()
 """
 
 FALLBACK = """
