@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights in groups of 32 inputs, for CPUs: the numbers of a GGUF file in Q8_0, exactly.
+"""Linear layers with 8-bit weights in groups of 32 or 16 inputs, for CPUs: see int8_table.py.
 
 Activations are bfloat16. The compiled kernels of kernels/cpu_library.py compute them.
 """
@@ -26,16 +26,16 @@ def fits_int8(inputs: int) -> bool:
 class Int8Weight(WeightMethod):
     """8-bit W [outputs, inputs] on a CPU: the `table` of a bfloat16 layer.
 
-    With `keep_dense`, a bfloat16 copy of W, the parameter `weight`, computes calls with more than DENSE_ABOVE rows, as
-    in Int4Weight.
+    `group`: how many inputs share a scale, 32 or 16. With `keep_dense`, a bfloat16 copy of W, the parameter `weight`,
+    computes calls with more than DENSE_ABOVE rows, as in Int4Weight.
     """
 
-    def __init__(self, *, keep_dense: bool):
-        self.keep_dense = keep_dense
+    def __init__(self, *, keep_dense: bool, group: int = GROUP):
+        self.keep_dense, self.group = keep_dense, group
 
     def create(self, layer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         rows, inputs = shape
-        layer.table = Int8Table(rows, inputs)
+        layer.table = Int8Table(rows, inputs, self.group)
         layer.weight = None
         if self.keep_dense:
             layer.weight = nn.Parameter(torch.empty(rows, inputs, dtype=torch.bfloat16), requires_grad=False)
@@ -53,12 +53,12 @@ class Int8Weight(WeightMethod):
         return {"weight": Stored(_LayerSlot(layer, start, rows), 0, 1)}
 
 
-def load_codes(layer: Any, codes: Tensor, scales: Tensor) -> None:
-    """Set the whole weight of a layer in place: codes int8 [N, K], scales float16 [N, K / 32]."""
+def load_codes(layer: Any, codes: Tensor, scales: Tensor, start: int = 0) -> None:
+    """Set rows of a layer from `start` on in place: codes int8 [N, K], scales float16 [N, K / 32] or [N, K / 16]."""
     with torch.no_grad():
-        layer.table.store(codes, scales)
+        layer.table.store(codes, scales, start)
         if layer.weight is not None:
-            layer.weight.copy_(dequantize_int8(codes, scales))
+            layer.weight[start : start + len(codes)] = dequantize_int8(codes, scales)
 
 
 class _LayerSlot(Int8Slot):

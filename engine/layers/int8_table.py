@@ -1,4 +1,4 @@
-"""The vocabulary's tables of a 16-bit model on a CPU in 8 bits: weight = scale * code, with a scale per 32 inputs.
+"""Matrices of a 16-bit model on a CPU in 8 bits: weight = scale * code, with a scale per 32 or 16 inputs.
 
 These are the numbers of a GGUF file in Q8_0, exactly: codes -128..127 and float16 scales. A head reads 8.5 bits per
 weight in each step, instead of 32 in float32. The compiled kernels of kernels/cpu_library.py compute with them.
@@ -23,41 +23,45 @@ LANES = 16  # rows of a block
 class Int8Table(nn.Module):
     """A table W [rows, inputs] in the order in which the kernels read it: blocks of 16 rows, the last one padded.
 
-    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / 32, 16]. Raises ModelError for inputs that
-    aren't a multiple of 32.
+    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / group, 16]; `group` is 32 or 16. Raises
+    ModelError for inputs that aren't a multiple of 32.
     """
 
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, rows: int, inputs: int):
+    def __init__(self, rows: int, inputs: int, group: int = GROUP):
         super().__init__()
         if inputs % GROUP:
             raise ModelError(f"a table of {rows} x {inputs} can't be stored in 8 bits: inputs must be a multiple of 32")
-        self.rows, self.inputs = rows, inputs
+        self.rows, self.inputs, self.group = rows, inputs, group
         blocks = -(-rows // LANES)
         self.register_buffer("codes", torch.zeros(blocks, inputs, LANES, dtype=torch.int8))
-        self.register_buffer("scales", torch.zeros(blocks, inputs // GROUP, LANES, dtype=torch.float16))
+        self.register_buffer("scales", torch.zeros(blocks, inputs // group, LANES, dtype=torch.float16))
 
     def store(self, codes: Tensor, scales: Tensor, start: int = 0) -> None:
-        """Set rows from `start` on in place: codes int8 [rows, inputs], scales float16 [rows, inputs / 32]."""
+        """Set rows from `start` on in place: codes int8 [rows, inputs], scales float16 [rows, inputs / group].
+
+        Scales of larger groups than the table's are repeated.
+        """
+        scales = scales.repeat_interleave(self.scales.shape[1] // scales.shape[1], dim=1)
         rows = torch.arange(start, start + len(codes))
         for stored, values in ((self.codes, codes), (self.scales, scales)):
             stored.transpose(1, 2)[rows // LANES, rows % LANES] = values
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / 32]."""
+        """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / group]."""
         codes, scales = (one.transpose(1, 2).flatten(0, 1)[: self.rows] for one in (self.codes, self.scales))
         return codes, scales
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a dense weight [N, K], lossy: return codes int8 [N, K] and scales float16 [N, K / 32].
+def quantize_int8(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Quantise a dense weight [N, K], lossy: return codes int8 [N, K] and scales float16 [N, K / group].
 
     A scale is a 127th of the largest magnitude of its group, which is at least the smallest normal float16. Raises
     ModelError for weights beyond the range of a float16 scale, and for infinities and NaNs.
     """
-    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    groups = weight.float().view(weight.shape[0], -1, group)
     largest = groups.abs().amax(dim=2)
     scales = (largest / 127).half()
     if not bool(scales.isfinite().all()):
@@ -69,8 +73,8 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight float32 [N, K] of codes [N, K] and scales [N, K / 32], exactly."""
-    groups = codes.view(*scales.shape, GROUP).float()
+    """Return the weight float32 [N, K] of codes [N, K] and scales [N, K / group], exactly."""
+    groups = codes.view(*scales.shape, -1).float()
     return (groups * scales.float().unsqueeze(2)).view(codes.shape)
 
 
@@ -92,7 +96,7 @@ class Int8Slot:
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
         with torch.no_grad():
-            self.table.store(*quantize_int8(tensor.to(device="cpu")), self.start)
+            self.table.store(*quantize_int8(tensor.to(device="cpu"), self.table.group), self.start)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole checkpoint tensor that is stored here: all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -19,8 +20,7 @@ from engine.layers import int4, int8
 from engine.layers.float32_table import Float32Embedding, Float32Head
 from engine.layers.int4 import Int4Weight, fits_int4, int4_available
 from engine.layers.int8 import Int8Weight, fits_int8
-from engine.layers.int8_table import GROUP as INT8_GROUP
-from engine.layers.int8_table import Int8Embedding, Int8Head, Int8Slot, Int8Table
+from engine.layers.int8_table import GROUP, Int8Embedding, Int8Head, Int8Slot, Int8Table
 from engine.layers.linear import Linear
 from engine.layers.weight_method import PLAIN, WeightMethod
 from engine.models import Decoder, ModelConfig, build_model, config_from_dict
@@ -36,6 +36,9 @@ _DTYPE_OF_FORMAT = {
     "int4": torch.bfloat16,
     "int8": torch.bfloat16,  # of a file whose codes are kept; no setting
 }
+
+_GROUPS = {"int8": GROUP, "int8/16": GROUP // 2}
+"""Inputs that share a scale, by the names of codes of 8 bits; see GGUFModel.codes_of."""
 
 KEEP_DENSE_BYTES = 1 << 30
 """A 4-bit model also keeps its bfloat16 matrices, for prefill, if they are no larger than this in total."""
@@ -131,7 +134,7 @@ def load_gguf(
     """Load a GGUF file into a new model on `device`.
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
-    and int8, matrices with codes of 4 bits or in Q8_0 are converted code by code; all others are dequantised exactly
+    and int8, matrices with codes of 4 or 8 bits are converted code by code; all others are dequantised exactly
     and rounded to the dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
     """
     source, config = _open(path)
@@ -180,9 +183,9 @@ def build_low_bit_model(
 ) -> Decoder:
     """Create an uninitialised model on the CPU whose projections are stored in 4 or 8 bits, if their shapes allow it.
 
-    Writing to their slots quantises (lossy). `codes_of` tells how a checkpoint tensor is stored: "int4", "int8" or
-    None; the parts of a fused projection must agree. Embedding and head are not quantised further than in the
-    checkpoint: an "int8" head, and the embedding if it is tied to it, keeps 8 bits if the kernels are compiled; another
+    Writing to their slots quantises (lossy). `codes_of` tells how a checkpoint tensor is stored: see GGUFModel. All
+    parts of a fused projection must have 4 bits, or 8. Embedding and head are not quantised further than in the
+    checkpoint: a head in 8 bits, and the embedding if it is tied to it, keeps them if the kernels are compiled; another
     head gets float32 storage. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises ModelError for a model with experts
     or that is not a Decoder.
     """
@@ -192,13 +195,16 @@ def build_low_bit_model(
             "use cpu_weight_format bf16 or fp32"
         )
     keep = _dense_copies_fit(config, parallel) if keep_dense is None else keep_dense
-    in_4_bits, in_8_bits = Int4Weight(keep_dense=keep), Int8Weight(keep_dense=keep)
+    in_4_bits = Int4Weight(keep_dense=keep)
+    in_8_bits = {group: Int8Weight(keep_dense=keep, group=group) for group in _GROUPS.values()}
 
     def choose(prefix: str, parts: Mapping[str, int], inputs: int) -> WeightMethod:
         found = {codes_of(f"{prefix}.{part}.weight") for part in parts}
         if found == {"int4"} and fits_int4(sum(parts.values()), inputs):
             return in_4_bits
-        return in_8_bits if found == {"int8"} and fits_int8(inputs) else PLAIN
+        if found <= _GROUPS.keys() and fits_int8(inputs):
+            return in_8_bits[min(_GROUPS[str(one)] for one in found)]
+        return PLAIN
 
     model = build_model(config, dtype, "cpu", max_len, parallel, choose)
     assert isinstance(model, Decoder)  # else build_model refuses the methods
@@ -211,10 +217,11 @@ def _store_head_in_8_bits(model: Decoder, codes_of: Callable[[str], str | None])
     """Replace the head, and the embedding if it is tied to it, by empty ones in 8 bits; return whether that is done."""
     config = model.config
     tensor = f"{config.names.embedding}.weight" if config.tie_word_embeddings else f"{config.names.head}.weight"
-    fits = config.hidden_size % INT8_GROUP == 0 and not config.head_bias and model.dtype == torch.bfloat16
-    if not fits or codes_of(tensor) != "int8" or not cpu_kernels_loaded():
+    fits = config.hidden_size % GROUP == 0 and not config.head_bias and model.dtype == torch.bfloat16
+    codes = codes_of(tensor)
+    if not fits or codes not in _GROUPS or not cpu_kernels_loaded():
         return False
-    table = Int8Table(config.vocab_size, config.hidden_size)
+    table = Int8Table(config.vocab_size, config.hidden_size, _GROUPS[codes])
     model.add_module("lm_head", Int8Head(table))
     if config.tie_word_embeddings:
         model.add_module("embedding", Int8Embedding(table))
@@ -254,7 +261,9 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
     def convert(projection: tuple[Linear, list[str]]) -> None:
         layer, tensors = projection
         if isinstance(layer.method, Int8Weight):
-            int8.load_codes(layer, *(torch.cat(pieces) for pieces in zip(*map(source.q8_0, tensors), strict=True)))
+            starts = itertools.accumulate(layer.parts.values(), initial=0)
+            for name, start in zip(tensors, starts, strict=False):
+                int8.load_codes(layer, *source.eight_bits(name), start)
             return
         codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.four_bits, tensors), strict=True))
         int4.load_codes(layer, codes, scale, low + 8 * scale)
@@ -262,7 +271,7 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
     loaded: set[str] = set()
     for name, slot in model.weight_slots().items():
         if type(slot) is Int8Slot:
-            slot.table.store(*source.q8_0(name))
+            slot.table.store(*source.eight_bits(name))
             loaded.add(name)
     total = len(model.weight_slots())
     threads = torch.get_num_threads()

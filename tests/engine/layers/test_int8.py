@@ -25,14 +25,16 @@ from tests.engine.checkpoint.gguf_samples import write_gguf
 pytestmark = pytest.mark.skipif(not cpu_kernels_loaded(), reason="needs a C++ compiler and AVX2")
 
 
-def layer_of(parts: dict[str, int], inputs: int, bias: bool, keep_dense: bool) -> tuple[Linear, torch.Tensor]:
+def layer_of(
+    parts: dict[str, int], inputs: int, bias: bool, keep_dense: bool, group: int = 32
+) -> tuple[Linear, torch.Tensor]:
     """Return a layer with random codes, and its weight in float32."""
-    method, rows = Int8Weight(keep_dense=keep_dense), sum(parts.values())
+    method, rows = Int8Weight(keep_dense=keep_dense, group=group), sum(parts.values())
     layer = Linear(parts, inputs, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"), method=method)
     if bias:
         layer.bias.copy_(torch.randn(rows))
     codes = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
-    scales = (torch.rand(rows, inputs // 32) * 0.01).half()
+    scales = (torch.rand(rows, inputs // group) * 0.01).half()
     int8.load_codes(layer, codes, scales)
     return layer, dequantize_int8(codes, scales)
 
@@ -40,10 +42,12 @@ def layer_of(parts: dict[str, int], inputs: int, bias: bool, keep_dense: bool) -
 @settings(max_examples=25, deadline=None)
 @given(
     outputs=st.integers(1, 70), groups=st.integers(1, 5), rows=st.integers(1, 2 * DENSE_ABOVE), bias=st.booleans(),
-    keep_dense=st.booleans(),
+    keep_dense=st.booleans(), group=st.sampled_from([16, 32]),
 )  # fmt: skip
-def test_products_are_right_for_every_shape(outputs: int, groups: int, rows: int, bias: bool, keep_dense: bool) -> None:
-    layer, weight = layer_of({"a": outputs}, 32 * groups, bias, keep_dense)
+def test_products_are_right_for_every_shape(
+    outputs: int, groups: int, rows: int, bias: bool, keep_dense: bool, group: int
+) -> None:
+    layer, weight = layer_of({"a": outputs}, 32 * groups, bias, keep_dense, group)
     x = torch.randn(rows, 32 * groups).bfloat16()
     wanted = x.double() @ weight.double().T + (layer.bias.double() if bias else 0)
     # one rounding of the product, and of each weight in the dense copy
@@ -51,8 +55,9 @@ def test_products_are_right_for_every_shape(outputs: int, groups: int, rows: int
     assert bool(((layer(x).double() - wanted).abs() <= 2.0**-8 * bound + 1e-6).all())
 
 
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    layer, _ = layer_of({"a": 48}, 96, bias=True, keep_dense=False)
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_row_has_the_same_bits_in_every_batch(group: int) -> None:
+    layer, _ = layer_of({"a": 48}, 96, bias=True, keep_dense=False, group=group)
     x = torch.randn(40, 96).bfloat16()
     whole = layer(x)
     for start, stop in ((0, 1), (3, 12), (17, 40)):
@@ -74,6 +79,15 @@ def test_parts_are_written_and_read_by_name(keep_dense: bool) -> None:
         assert torch.equal(layer.weight[20:], slots["m.k.weight"].read())
     with pytest.raises(ModelError, match="can't be stored in 8 bits"):
         slots["m.k.weight"].write(torch.full((12, 64), float("inf")))
+
+
+def test_scales_of_larger_groups_are_repeated() -> None:
+    layer, weight = layer_of({"q": 20, "k": 12}, 64, bias=False, keep_dense=True, group=16)
+    codes, scales = torch.randint(-128, 128, (12, 64), dtype=torch.int8), torch.rand(12, 2).half()
+    int8.load_codes(layer, codes, scales, start=20)
+    wanted = torch.cat((weight[:20], dequantize_int8(codes, scales))).bfloat16()
+    found = torch.cat([slot.read() for slot in layer.slots("m").values()])
+    assert torch.equal(found, wanted) and torch.equal(layer.weight, wanted)
 
 
 def methods(model) -> set[type]:
