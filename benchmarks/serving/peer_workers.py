@@ -1,4 +1,4 @@
-"""The engines that cpu_peers.py compares, each in a process that loads its model once and then waits for commands.
+"""The engines of cpu_peers.py and cpu_cells.py, each in a process that loads its model once and waits for commands.
 
 `python peer_workers.py KIND SETTINGS` reads JSON commands, one a line, and answers each with a line. A worker without a
 command blocks on its pipe. Heavy imports happen inside the chosen kind: llama.cpp's Python need not have PyTorch.
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Encore:
-    """This engine with its defaults. Settings: model, threads, load_format for random weights, spin.
+    """This engine with its defaults. Settings: model, threads, load_format for random weights, spin, max_num_seqs.
 
     spin: how OpenMP's threads wait for each other. None: as the command `encore` has them; "default": as OpenMP does;
     else a value of GOMP_SPINCOUNT.
@@ -40,6 +40,7 @@ class Encore:
                 model=settings["model"],
                 num_threads=settings["threads"],
                 load_format=settings.get("load_format", "auto"),
+                max_num_seqs=settings.get("max_num_seqs"),
                 device="cpu",
                 warmup="lazy",
                 graph_manifest="none",
@@ -142,7 +143,7 @@ class LlamaCpp:
         if not self.model:
             raise SystemExit(f"llama.cpp could not load {settings['model']}")
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.contexts: dict[int, Any] = {}
+        self.contexts: dict[tuple[int, int], Any] = {}
         self.about = {
             "weights": "Q4_1, as in the file",
             "version": llama_cpp.__version__,
@@ -151,7 +152,7 @@ class LlamaCpp:
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations of exactly `tokens` tokens each."""
-        api, context = self.api, self._context(len(prompts))
+        api, context = self.api, self._context(len(prompts), max(map(len, prompts)) + tokens)
         api.llama_memory_clear(api.llama_get_memory(context), True)
         ends, items = [], []
         for row, prompt in enumerate(prompts):
@@ -167,15 +168,17 @@ class LlamaCpp:
                 out.append(token)
         return outputs
 
-    def _context(self, rows: int) -> Any:
-        if rows not in self.contexts:
+    def _context(self, rows: int, length: int) -> Any:
+        """A context for `rows` sequences of up to `length` tokens, rounded up to a multiple of 1,024."""
+        key = (rows, -(-length // 1024) * 1024)
+        if key not in self.contexts:
             params = self.api.llama_context_default_params()
-            params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 1024 * rows, 512, 512, rows
+            params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = rows * key[1], rows * key[1], 512, rows
             params.n_threads = params.n_threads_batch = self.threads
-            self.contexts[rows] = self.api.llama_init_from_model(self.model, params)
-            if not self.contexts[rows]:
-                raise SystemExit(f"llama.cpp could not make a context for {rows} sequences")
-        return self.contexts[rows]
+            self.contexts[key] = self.api.llama_init_from_model(self.model, params)
+            if not self.contexts[key]:
+                raise SystemExit(f"llama.cpp could not make a context for {rows} sequences of {key[1]} tokens")
+        return self.contexts[key]
 
     def _decode(self, context: Any, items: Sequence[tuple[int, int, int, bool]], wanted: Sequence[int]) -> list[int]:
         """Run (token, position, sequence, with logits) items as one batch; the best token at each wanted place."""
@@ -200,9 +203,12 @@ KINDS = {"encore": Encore, "transformers": Transformers, "llama.cpp": LlamaCpp}
 
 
 class Worker:
-    """The parent's handle of an engine in a separate process. Raises RuntimeError where that process ends."""
+    """The parent's handle of an engine in a separate process. Raises RuntimeError where that process ends.
 
-    def __init__(self, kind: str, settings: Mapping[str, Any], python: str = sys.executable):
+    `root`: the source tree from which the engine "encore" is imported.
+    """
+
+    def __init__(self, kind: str, settings: Mapping[str, Any], python: str = sys.executable, root: Path = ROOT):
         threads = str(settings["threads"])
         # Teams of threads may spin for moments after their work, not for as long as other engines take their turns.
         environment = os.environ | {
@@ -210,23 +216,29 @@ class Worker:
             "MKL_NUM_THREADS": threads,
             "KMP_BLOCKTIME": "0",
             "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(root.resolve()), os.environ.get("PYTHONPATH")])),
         }
         self.process = subprocess.Popen(
             [python, str(Path(__file__).resolve()), kind, json.dumps(dict(settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=root,
             env=environment,
         )
         self.about = self._answer()
 
-    def call(self, method: str, **arguments: Any) -> Any:
+    def call(self, method: str, **arguments: Any) -> tuple[Any, float]:
         """Have the worker run a method and return (its value, the seconds it took there)."""
+        value, seconds, _ = self.measure(method, **arguments)
+        return value, seconds
+
+    def measure(self, method: str, **arguments: Any) -> tuple[Any, float, float]:
+        """As `call`, and the processor time of all threads of the worker, which other processes disturb less."""
         self.process.stdin.write(json.dumps({"do": method, "with": arguments}) + "\n")
         self.process.stdin.flush()
         answer = self._answer()
-        return answer["value"], answer["seconds"]
+        return answer["value"], answer["seconds"], answer["cpu_seconds"]
 
     def cpu_seconds(self) -> float:
         """Processor time that the process has used so far."""
@@ -256,13 +268,13 @@ def main(kind: str, settings: Mapping[str, Any], commands: TextIO, answers: Text
     print(json.dumps(engine.about), file=answers, flush=True)
     for line in commands:
         command = json.loads(line)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         value = getattr(engine, command["do"])(**command["with"])
-        print(json.dumps({"value": value, "seconds": time.perf_counter() - started}), file=answers, flush=True)
+        spent = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
+        print(json.dumps({"value": value} | spent), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     # Libraries print: their standard output becomes standard error, and the pipe keeps to the protocol.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -245,9 +245,50 @@ def paged_decode(
     the last row's. Reads as many keys as a row has. Raises RuntimeError for pages and positions that don't exist.
     """
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.bfloat16)
-    q, k, v = (one if one.stride()[1:] == (one.shape[2], 1) else one.contiguous() for one in (q, k, v))
+    q, k, v = map(_with_contiguous_heads, (q, k, v))
     torch.ops.encore_cpu.paged_decode(out, k_pages, v_pages, q, k, v, tables, rows, positions, scale, window or 0)
     return out
+
+
+def computes_bfloat16(x: Tensor) -> bool:
+    """Return whether the kernels of single operations, below, take x: bfloat16 on a CPU, and they are loaded."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and cpu_kernels_loaded()
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x Wᵀ + bias in bfloat16 or float32 [M, N] of bfloat16 x [M, K] and W [N, K]. For few rows of x."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype)
+    torch.ops.encore_cpu.dense_linear(out, _with_contiguous_rows(x), _with_contiguous_rows(weight), bias)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool) -> Tensor:
+    """Return x [T, P, N] over the root mean square of its last dimension, times weight [P, N], in bfloat16.
+
+    The quotient is rounded before the product. With `offset` the factor is 1 + weight and only the product is rounded.
+    """
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    torch.ops.encore_cpu.rms_norm(out, _with_contiguous_heads(x), weight.contiguous(), eps, offset)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Apply RoPE to heads x [T, heads, D] with cos and sin [T, 1, dims], as layers/rotary.py, in bfloat16."""
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    cos, sin = (_with_contiguous_rows(one.squeeze(1)) for one in (cos, sin))
+    torch.ops.encore_cpu.rotate(out, _with_contiguous_heads(x), cos, sin, interleaved)
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, [T, N] in bfloat16; silu is rounded before the product."""
+    out = torch.empty(gate.shape, dtype=torch.bfloat16)
+    torch.ops.encore_cpu.silu_mul(out, _with_contiguous_rows(gate), _with_contiguous_rows(up))
+    return out
+
+
+def _with_contiguous_heads(x: Tensor) -> Tensor:
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

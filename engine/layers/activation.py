@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import cpu_library
+
 
 def relu_squared(x: Tensor) -> Tensor:
     """Return max(x, 0)²."""
@@ -24,6 +26,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": relu_squared,
 }
 """Functions by their name in Hugging Face's config.json."""
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, both [T, N]."""
+    if gate.dim() == 2 and cpu_library.computes_bfloat16(gate):
+        return cpu_library.silu_mul(gate, up)
+    return F.silu(gate) * up
+
+
+def gated(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function (gate, up) -> act(gate) * up of the activation `name`."""
+    act = ACTIVATIONS[name]
+    return silu_mul if act is F.silu else lambda gate, up: act(gate) * up
+
 
 ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 """Other names of the same functions."""
@@ -42,7 +58,7 @@ class GatedActivation:
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is None:
-            return F.silu(gate) * up
+            return silu_mul(gate, up)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.cpu_library import dense_linear
+from engine.layers.plain_linear import has_few_rows
+
 BLOCK_BYTES = 8 << 20
 """Size of the float32 copy of a block of W on a CPU. It stays in the cache between the copy and its GEMM."""
 
@@ -19,9 +22,12 @@ ROW_MULTIPLE = 16
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ as float32 [N, n], accumulated in float32, for x [N, k] and W [n, k] of one dtype, or W in float32.
 
-    On CUDA it is one GEMM. A CPU has no 16-bit GEMM with a float32 result, so blocks of a 16-bit W are converted one
-    after the other, which takes about as long as the GEMM.
+    On CUDA it is one GEMM, and on a CPU for few rows in bfloat16 where the compiled kernels are loaded. PyTorch has no
+    16-bit GEMM with a float32 result on a CPU, so else blocks of a 16-bit W are converted one after the other, which
+    takes about as long as the GEMM.
     """
+    if has_few_rows(x, weight):
+        return dense_linear(x, weight, None, torch.float32)
     if weight.dtype == torch.float32:
         return F.linear(x, weight) if x.dtype == torch.float32 else _linear_cpu(x.float(), weight)
     if weight.is_cuda:

@@ -19,12 +19,22 @@ from engine.layers.weight_method import Stored, WeightMethod
 
 ROW_MULTIPLE = 16
 
-# The 4-bit kernel reads a quarter of the bytes but multiplies slowly: it is up to 4 times faster for few rows, while
-# dense bfloat16 is faster from about a dozen rows, by 10 times at 512. A layer with a dense copy uses it above this
-# many rows, which exceeds every decode bucket of the CPU default, so that all of those use the 4-bit kernel. The choice
-# depends on the shape alone, so captured graphs stay valid. The two forms round differently (2^-9): with a larger
-# max_num_seqs, a sequence's tokens can depend on whether its batch is above or below the limit.
+# The 4-bit kernels read a quarter of the bytes but multiply slowly: they are up to 4 times faster for few rows, while
+# dense bfloat16 is faster for many, by 10 times at 512. A layer with a dense copy uses it above a number of rows, which
+# is at least every decode bucket of the CPU default, so that all of those use the 4-bit kernel. The choice depends on
+# the shape alone, so captured graphs stay valid. The two forms round differently (2^-9): with a larger max_num_seqs, a
+# sequence's tokens can depend on whether its batch is above or below the limit.
 DENSE_ABOVE = 16
+"""Rows above which dense bfloat16 is used: PyTorch's kernel is slower from about a dozen rows on."""
+
+COMPILED_DENSE_ABOVE = 64
+"""The same for the compiled kernel, on CPUs without AMX."""
+
+
+def default_dense_above() -> int:
+    """Return the rows above which a layer with a dense copy uses it."""
+    compiled = int4_layout() is not TORCH_LAYOUT and torch.cpu._is_avx512_bf16_supported()
+    return COMPILED_DENSE_ABOVE if compiled and not torch.cpu._is_amx_tile_supported() else DENSE_ABOVE
 
 
 def int4_available() -> bool:
@@ -78,12 +88,13 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 class Int4Weight(WeightMethod):
     """4-bit W [outputs, inputs] on a CPU: the buffers `packed` and `scales` of a bfloat16 layer.
 
-    With `keep_dense`, a bfloat16 copy of W, the parameter `weight`, computes calls with more than `dense_above` rows;
-    otherwise the 4-bit kernel computes all calls.
+    With `keep_dense`, a bfloat16 copy of W, the parameter `weight`, computes calls with more than `dense_above` rows
+    (default: default_dense_above()); otherwise the 4-bit kernel computes all calls.
     """
 
-    def __init__(self, *, keep_dense: bool, dense_above: int = DENSE_ABOVE):
-        self.keep_dense, self.dense_above = keep_dense, dense_above
+    def __init__(self, *, keep_dense: bool, dense_above: int | None = None):
+        self.keep_dense = keep_dense
+        self.dense_above = default_dense_above() if dense_above is None else dense_above
 
     def create(self, layer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         if len(shape) != 2 or not fits_int4(*shape):

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension, of hidden states and of attention heads.
 
 torch has a fused RMSNorm only on CUDA. On a CPU `F.rms_norm` runs six to eight small ops; the implementations here need
-three.
+three, or one in bfloat16 where the compiled kernels are loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
+from engine.kernels.cpu_library import computes_bfloat16, rms_norm
 from engine.layers.parallel import split_slot
 from engine.layers.weight_slot import Slot, WeightSlot
 
@@ -52,6 +53,9 @@ class RMSNorm(_Norm):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if computes_bfloat16(x):
+            rows = x.reshape(-1, 1, self.size)
+            return rms_norm(rows, self.weight, self.eps, offset=self.weight_offset).view(x.shape)
         if self.weight_offset:
             return (self.normalise(x.float()) * (1.0 + self.weight.float())).type_as(x)
         if x.is_cuda:
@@ -129,6 +133,8 @@ class HeadNorm(_Norm):
 
     def forward(self, qk: Tensor) -> Tensor:
         weight = torch.cat((self.q_weight.expand(self.heads, -1), self.k_weight.expand(self.kv_heads, -1)))
+        if computes_bfloat16(qk):
+            return rms_norm(qk, weight, self.eps, offset=self.weight_offset)
         if self.weight_offset:
             return (self.normalise(qk.float()) * (1.0 + weight.float())).type_as(qk)
         return self.normalise(qk) * weight

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kernels.linear_weight import LinearWeight
+from engine.layers.plain_linear import linear
 from engine.layers.weight_slot import Slot, WeightSlot
 
 
@@ -67,7 +67,7 @@ class PlainWeight(WeightMethod):
         layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias)
 
     def dense(self, layer: Any, dtype: torch.dtype) -> Tensor:
         return layer.weight

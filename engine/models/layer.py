@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.layers.activation import ACTIVATIONS
+from engine.layers.activation import ACTIVATIONS, gated
 from engine.layers.linear import Linear
 from engine.layers.moe import Experts, MoE, Router, SharedExpert, SigmoidRouter
 from engine.layers.norm import AllHeadsNorm, HeadNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
@@ -133,14 +133,14 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig, prefix: str, options: LayerOptions):
         super().__init__()
         width, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.act = ACTIVATIONS[config.activation]
+        self.act = gated(config.activation)
         names, parts = config.names, {"gate_proj": width, "up_proj": width}
         self.gate_up = split_linear(names.gate_up, parts, hidden, prefix, options, bias=bias)
         self.down = options.row_linear(prefix, {names.down: hidden}, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(self.act(gate, up))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return {**self.gate_up.slots(prefix), **self.down.slots(prefix)}

@@ -31,6 +31,7 @@ from engine.kernels.linear_weight import CODES_PER_BYTE, LinearWeight
 from engine.layers.formats.elements import ELEMENTS
 from engine.layers.formats.region import CheckpointTensor, Region
 from engine.layers.formats.slots import CheckpointSlot
+from engine.layers.plain_linear import linear
 from engine.layers.weight_method import Stored, WeightMethod
 
 TILE_ELEMENTS = 1 << 24
@@ -116,9 +117,9 @@ class ScaledWeight(WeightMethod):
             return kernels.multiply(x, self.linear_weight(layer), bias)
         tile = max(1, TILE_ELEMENTS // (inputs * layer.scale_rows)) * layer.scale_rows
         if tile >= outputs:
-            return F.linear(x, self.dense(layer, x.dtype), bias)
+            return linear(x, self.dense(layer, x.dtype), bias)
         tiles = [
-            F.linear(x, self.dense(layer, x.dtype, first, min(first + tile, outputs)))
+            linear(x, self.dense(layer, x.dtype, first, min(first + tile, outputs)))
             for first in range(0, outputs, tile)
         ]
         out = torch.cat(tiles, dim=1)
