@@ -507,12 +507,15 @@ def _finish(
             single=[*around["bos"], "$A", *around["eos"]], special_tokens=list(dict.fromkeys(used))
         )
     ends = [vocabulary.token_id(metadata, key) for key in END_TOKENS]
+    templates = _templates(metadata)
+    if metadata.get(f"{_KEY}eot_token_id") is None:
+        ends += _ends_of_turns(vocabulary, templates)
     return GGUFTokenizer(
         backend,
         bos_token=tokens.get("bos"),
         eos_token=tokens.get("eos"),
         eos_token_ids=[index for index in ends if index is not None],
-        chat_template=_templates(metadata),
+        chat_template=templates,
     )
 
 
@@ -538,6 +541,18 @@ def _added(token: str, metadata: Mapping[str, Any], *, special: bool) -> AddedTo
     elif "modern-bert" in name:
         lstrip = token == "[MASK]"
     return AddedToken(token, special=special, normalized=False, lstrip=lstrip, rstrip=rstrip)
+
+
+def _ends_of_turns(vocabulary: _Vocabulary, templates: str | Mapping[str, str] | None) -> list[int]:
+    """Return the ids of known ends that the chat template writes.
+
+    llama.cpp knows ends by their text, since many files name only the end of a text: Phi-3's ends turns with <|end|>.
+    """
+    written = templates or "" if isinstance(templates, str | None) else "".join(templates.values())
+    found = [token for token in vocabulary.tokens if token in _ENDS and token in written]
+    if any(set(ends) <= vocabulary.ids.keys() for ends in (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))):
+        found = [token for token in found if token != "<|end|>"]  # ends a message of several (harmony, Solar Open)
+    return [vocabulary.ids[token] for token in found if vocabulary.types[vocabulary.ids[token]] in _CUT]
 
 
 def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:

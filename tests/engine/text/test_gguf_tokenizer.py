@@ -83,7 +83,7 @@ def raw_vocabulary() -> tuple[list[str], list[str], list[int]]:
 def load(
     folder: Path, kind: str, tokens: list[str], types: list[int], *, ids: tuple[int, ...] = (1, 2), **metadata: Any
 ) -> Tokenizer:
-    """Load a file that has only a tokenizer. `metadata` has keys of `tokenizer.ggml`, and `name`, the model's."""
+    """Load a file that has only a tokenizer. `metadata`: keys of `tokenizer.ggml`, `name`, `chat_template`."""
     path = folder / "t.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(kind)
@@ -93,6 +93,8 @@ def load(
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
     if "name" in metadata:
         writer.add_name(metadata.pop("name"))
+    if "chat_template" in metadata:
+        writer.add_chat_template(metadata.pop("chat_template"))
     adders = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
     for key, value in metadata.items():
         adders[type(value)](f"tokenizer.ggml.{key}", value)
@@ -283,3 +285,20 @@ def test_sentencepiece_without_scores_is_refused(tmp_path: Path) -> None:
             load(tmp_path, "llama", tokens, types, **scores)
     with pytest.raises(ModelError, match="there are 2 scores for"):
         load(tmp_path, "llama", tokens, types, scores=[0.0, -1.0])
+
+
+@pytest.mark.parametrize(("template", "more", "metadata", "ends"), [
+    ("{{ '<|end|>' }}", [], {}, [2, "<|end|>"]),
+    ("{{ '<|end|>' }}", [], {"eot_token_id": 1}, [2, 1]),
+    ("{{ '<|user|>' }}", [], {}, [2]),
+    ("{{ '<|end|><|call|><|return|>' }}", ["<|call|>", "<|return|>"], {}, [2, "<|call|>", "<|return|>"]),
+])  # fmt: skip
+def test_turns_end_with_the_token_that_the_template_writes(
+    tmp_path: Path, template: str, more: list[str], metadata: dict, ends: list
+) -> None:
+    tokens, scores, types = sentencepiece_vocabulary()
+    added = ["<|end|>", *more]
+    types, scores = [*types, *[CONTROL] * len(added)], [*scores, *[0.0] * len(added)]
+    found = load(tmp_path, "llama", [*tokens, *added], types, scores=scores, chat_template=template, **metadata)
+    expected = [len(tokens) + added.index(end) if isinstance(end, str) else end for end in ends]
+    assert list(found.eos_token_ids) == expected
