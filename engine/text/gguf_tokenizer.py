@@ -4,10 +4,13 @@ Two kinds of BPE are read (`tokenizer.ggml.model`): "gpt2", over bytes or, for G
 "llama", SentencePiece's, whose merges follow from scores. Definitions are from llama.cpp's src/llama-vocab.cpp and
 src/unicode.cpp. Ids differ from llama.cpp's in these cases:
 
-- qwen2: text is normalised to NFC and contractions ignore case in all of Unicode, as in the model's own tokenizer.
+- qwen2: text is normalised to NFC, contractions ignore case in all of Unicode, and special are only the tokens that
+  the file marks, as in the model's own tokenizer. llama.cpp knows some by their text, such as "</s>".
 - Character classes follow Unicode 16, and llama.cpp's Unicode 15. Texts with newer characters may be cut elsewhere.
 - Of special tokens that overlap in a text, the first one is taken; llama.cpp takes the longest.
 - Special tokens of Phi-3 strip all white space of Unicode after them; llama.cpp strips ASCII white space.
+
+Every token has its text in answers, also an unused one, of which llama.cpp shows nothing.
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ class PreTokenizer:
     - ignore_merges: a word that is in the vocabulary is one token, whatever the merges say.
     - adds_bos: texts begin with BOS unless the file's `add_bos_token` says otherwise; always_bos: even then.
     - nfc: text is normalised to NFC.
+    - only_marked: special are the tokens that the file marks, and none by its text.
     - is_raw: tokens are text with "▁" for spaces, and characters outside the vocabulary become byte tokens. Otherwise
       each character of a token stands for a byte.
     """
@@ -102,6 +106,7 @@ class PreTokenizer:
     adds_bos: bool = False
     always_bos: bool = False
     nfc: bool = False
+    only_marked: bool = False
     is_raw: bool = False
 
 
@@ -120,7 +125,7 @@ _TABLE: Sequence[tuple[str, PreTokenizer]] = (
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _SINGLE_DIGITS),
     (
         "qwen2",
-        PreTokenizer((rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_WORD}|\p{{N}}{_TAIL}",), nfc=True),
+        PreTokenizer((rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_WORD}|\p{{N}}{_TAIL}",), nfc=True, only_marked=True),
     ),
     ("deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
     (
@@ -266,7 +271,8 @@ _INFILLS: Mapping[str, str] = {
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
 }
-_NORMAL_END = "</s>"  # a tag of HTML where one of these is in the vocabulary
+# A tag of HTML in vocabularies that don't mark it: answers show it. Where one of these is, it is a word like others.
+_NORMAL_END = "</s>"
 _WITH_NORMAL_END = ("<|tool_response>", "<|plamo:eos|>")
 
 
@@ -325,7 +331,7 @@ def _read_bpe(path: str, metadata: dict[str, Any]) -> GGUFTokenizer:
             f"{path}: tokenizer 'gpt2' with pre-tokenizer {pre!r} ({_KEY}pre) is not supported from GGUF files "
             f"({', '.join(sorted(PRE_TOKENIZERS))} are); {_IDS_HINT}"
         )
-    vocabulary = _Vocabulary.read(metadata)
+    vocabulary = _Vocabulary.read(metadata, only_marked=cut.only_marked)
     merges = metadata.get(f"{_KEY}merges")
     if merges is None:
         raise ValueError(f"there is no {_KEY}merges")
@@ -442,7 +448,7 @@ class _Vocabulary:
     types: list[int]
 
     @classmethod
-    def read(cls, metadata: Mapping[str, Any]) -> _Vocabulary:
+    def read(cls, metadata: Mapping[str, Any], *, only_marked: bool = False) -> _Vocabulary:
         """Read the vocabulary. Empty entries get a name, as in llama.cpp. Raises ValueError."""
         tokens, given = metadata.get(f"{_KEY}tokens"), metadata.get(f"{_KEY}token_type") or []
         if not isinstance(tokens, list) or not isinstance(given, list):
@@ -452,9 +458,9 @@ class _Vocabulary:
         if len(ids) != len(tokens):
             raise ValueError(f"{len(tokens) - len(ids)} of {len(tokens)} tokens appear twice")
         types = [*given[: len(tokens)], *[_NORMAL] * (len(tokens) - len(given))]
-        for token in _special_texts(metadata):
+        for token in () if only_marked else _special_texts(metadata):
             if token in ids and types[ids[token]] not in _CUT:
-                types[ids[token]] = _CONTROL
+                types[ids[token]] = _USER_DEFINED if token == _NORMAL_END else _CONTROL
         if _NORMAL_END in ids and any(token in ids for token in _WITH_NORMAL_END):
             types[ids[_NORMAL_END]] = _NORMAL
         return cls(tokens, ids, types)

@@ -177,6 +177,16 @@ def test_bytes_without_token_are_reported(tmp_path: Path, caplog: pytest.LogCapt
     assert "1 bytes, 0x7E first, have no token" in caplog.text
 
 
+def test_tokens_are_special_by_their_text_except_for_qwen2(tmp_path: Path) -> None:
+    tokens, merges, types = byte_level_vocabulary()
+    tokens, types = [*tokens, "<|im_end|>"], [*types[:2], NORMAL, *types[3:], NORMAL]
+    for pre, has_tokens in (("megrez", True), ("qwen2", False)):
+        found = load(tmp_path, "gpt2", tokens, types, merges=merges, pre=pre)
+        ids = found.encode("ab</s>ab<|im_end|>")
+        assert ({2, len(tokens) - 1} <= set(ids)) == has_tokens  # for llama.cpp, megrez has both and so has qwen2
+        assert found.decode(ids) == ("ab</s>ab" if has_tokens else "ab</s>ab<|im_end|>")
+
+
 # The texts of SentencePiece's vocabulary -> ids with BOS and a space before each part, and ids with neither but EOS.
 SENTENCEPIECE = {
     "": ([1], [2]),
