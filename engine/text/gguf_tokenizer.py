@@ -338,10 +338,11 @@ def _read_bpe(path: str, metadata: dict[str, Any]) -> GGUFTokenizer:
     pairs: list[Any] = [tuple(merge.split(" ")) for merge in dict.fromkeys(merges)]  # BPE rejects what is no pair
     if cut.is_raw:
         _require_merges_of_newlines(path, vocabulary, pairs)
+        if lost := [token for token in map("<0x{:02X}>".format, range(256)) if token not in vocabulary.ids]:
+            raise ValueError(f"{len(lost)} bytes, {lost[0]} first, have no token")
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=cut.ignore_merges, byte_fallback=cut.is_raw)
     )
-    _warn_of_missing_bytes(path, vocabulary, cut.is_raw)
     if cut.nfc:
         backend.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = [
@@ -352,22 +353,17 @@ def _read_bpe(path: str, metadata: dict[str, Any]) -> GGUFTokenizer:
         backend.decoder = _raw_decoder(has_prefix=False)
     else:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if missing := _bytes_without_token(vocabulary):  # left out, and nothing merges over them, as in llama.cpp
+            escaped = "".join(f"\\x{{{ord(character):x}}}" for character in missing)
+            steps.append(pre_tokenizers.Split(Regex(f"[{escaped}]"), behavior="removed"))
         backend.decoder = decoders.ByteLevel()
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return _finish(path, metadata, backend, vocabulary, adds_bos=cut.adds_bos, always_bos=cut.always_bos)
 
 
-def _warn_of_missing_bytes(path: str, vocabulary: _Vocabulary, is_raw: bool) -> None:
-    """Warn if the vocabulary can't write a byte that texts may have."""
-    alphabet = {byte: character for character, byte in byte_alphabet().items()}
-    missing = [
-        byte
-        for byte in range(0xF5)
-        if byte not in (0xC0, 0xC1) and (f"<0x{byte:02X}>" if is_raw else alphabet[byte]) not in vocabulary.ids
-    ]
-    if missing:
-        first = f"0x{missing[0]:02X}"
-        warn(logger, "%s: %d bytes, %s first, have no token: texts lose them", path, len(missing), first)
+def _bytes_without_token(vocabulary: _Vocabulary) -> str:
+    """Return the characters of bytes that the vocabulary can't write. Falcon's lacks control characters."""
+    return "".join(character for character in byte_alphabet() if character not in vocabulary.ids)
 
 
 def _require_merges_of_newlines(path: str, vocabulary: _Vocabulary, pairs: Sequence[tuple[str, ...]]) -> None:

@@ -170,11 +170,13 @@ def test_of_a_merge_that_appears_twice_the_first_one_counts(tmp_path: Path) -> N
     assert again.encode(TEXT) == EXPECTED["gpt-2"]
 
 
-def test_bytes_without_token_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_merges_over_a_byte_without_token(tmp_path: Path) -> None:
     tokens, merges, types = byte_level_vocabulary()
-    tokens[tokens.index("~")] = "<|no|>"
-    load(tmp_path, "gpt2", tokens, types, pre="gpt-2", merges=merges)
-    assert "1 bytes, 0x7E first, have no token" in caplog.text
+    lacking = load(tmp_path, "gpt2", ["*" if token == "~" else token for token in tokens if token != "*"], types[1:],
+                   pre="gpt-2", merges=merges)  # fmt: skip
+    whole = load_byte_level(tmp_path, pre="gpt-2")
+    assert lacking.decode(lacking.encode("a~b !~! ab")) == "ab !! ab"
+    assert len(lacking.encode("!~!")) == 2 > len(whole.encode("!!"))
 
 
 def test_tokens_are_special_by_their_text_except_for_qwen2(tmp_path: Path) -> None:
@@ -275,6 +277,12 @@ def test_a_token_of_newlines_that_no_merge_makes_is_refused(tmp_path: Path) -> N
     _, merges, _ = raw_vocabulary()
     with pytest.raises(NoTokenizer, match=r"tokenizer\.ggml\.merges lack .* convert the model again"):
         load_raw(tmp_path, merges=[merge for merge in merges if not merge.startswith("\n")])
+
+
+def test_gemma4_without_a_token_for_each_byte_is_damaged(tmp_path: Path) -> None:
+    tokens, merges, types = raw_vocabulary()
+    with pytest.raises(ModelError, match="damaged: 1 bytes, <0x41> first, have no token"):
+        load(tmp_path, "gemma4", ["A" if token == "<0x41>" else token for token in tokens], types, merges=merges)
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "hybriddna", "whitespace"])
