@@ -32,8 +32,8 @@ class _Joined(NamedTuple):
 class WeightGroups:
     """The groups of one loop, by name. Its methods run on the loop's thread."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, num_ranks: int = 1):
+        self._device, self._num_ranks = device, num_ranks
         self._groups: dict[str, _Joined] = {}
         self._busy: dict[str, Future[Any]] = {}  # by name, the thread that uses the group or joins it
 
@@ -49,16 +49,16 @@ class WeightGroups:
         packed: bool = False,
         packed_bytes: int = PACKED_BYTES,
     ) -> Pending:
-        """Join a trainer's group as rank `rank_offset`. Ends when all have joined. A group of that name is left.
+        """Join a trainer's group as rank `rank_offset`; see WeightGroup.join. A group of that name is left.
 
         `packed`: whether tensors come packed, in chunks of more than `packed_bytes` bytes.
 
-        The engine joins with one process, also with several ranks, so `world_size` must be `rank_offset` + 1.
+        The engine joins with one process, also with several ranks. Other engines may have the ranks after it.
         """
-        if world_size != rank_offset + 1:
+        if world_size <= rank_offset or (self._num_ranks > 1 and world_size == rank_offset + self._num_ranks):
             raise RequestError(
                 f"world_size={world_size} is invalid with rank_offset={rank_offset}: this engine joins with one "
-                f"process, so give {rank_offset + 1}",
+                f"process, so give {rank_offset + 1}, or more if others have the ranks after it",
                 param="world_size",
             )
         self._require_free(name)
@@ -121,7 +121,7 @@ class WeightGroups:
         self._require_free(name)
         joined = self._groups.pop(name, None)
         if joined is not None:
-            joined.group.close()
+            joined.group.close(0.0)  # the trainer may wait for the answer of this call before it leaves
         elif not missing_ok:
             raise RequestError(f"no weight group {name!r} was joined", param="group_name")
 

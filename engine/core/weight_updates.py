@@ -29,7 +29,7 @@ class WeightUpdates:
 
     def __init__(self, loop: EngineLoop):
         self._loop = loop
-        self.groups = WeightGroups(loop.executor.capabilities.device)
+        self.groups = WeightGroups(loop.executor.capabilities.device, self._num_ranks)
         # Parts of the update that was started: paths of files, or tensors. None: there is none.
         self._staged: list[str | list[tuple[str, Tensor]]] | None = None
         self._numbers = itertools.count(1)

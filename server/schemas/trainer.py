@@ -120,7 +120,7 @@ class StartWeightUpdateBody(TrainerBody):
     no_effect = "is_checkpoint_format"
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Field(ge=1, le=65535, strict=False)]  # AReaL sends digits
 Names = Annotated[list[Text], FAIL_FAST, Field(min_length=1, max_length=200_000)]
 Shapes = Annotated[list[list[int]], FAIL_FAST]
 
