@@ -1,9 +1,9 @@
 """A process group over which a trainer in other processes sends weights to an engine.
 
-The trainer is rank 0 and each engine another rank. The group is made as SGLang, slime, AReaL and OpenRLHF make theirs (a
-TCP store at the trainer's address, the group's name as a prefix), so that their trainers can join it. These broadcast
-tensors and call no other collective. Tensors are sent one by one, or packed: several in one buffer of bytes, which saves
-collectives.
+The trainer is rank 0 and each engine another rank. The group is made as SGLang, slime, AReaL and OpenRLHF make theirs
+(a TCP store at the trainer's address, the group's name as a prefix), so that their trainers can join it. They broadcast
+tensors and call no other collective, and neither does this class. Tensors are sent one by one, or packed: several in
+one buffer of bytes, which saves collectives.
 
 A trainer uses `WeightGroup.join(..., rank=0)` and `send`.
 """

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from engine.errors import EnginePaused, RequestError
 from engine.protocol.outputs import CompletionOutput, OutputDelta, WeightSpan
@@ -106,6 +107,39 @@ def test_an_update_while_frozen_recomputes_the_kv_under_the_new_weights(
     assert output.token_ids[: first.end] == reference.greedy(PROMPTS[2], first.end)
     rest = other_reference.greedy([*PROMPTS[2], *output.token_ids[: first.end]], 30 - first.end)
     assert output.token_ids[first.end :] == rest
+
+
+@BOTH
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_kv_of_old_weights_continues_under_the_new_ones(
+    paused_loop, reference, other_reference, weights, async_scheduling, frozen
+):
+    loop = paused_loop(async_scheduling=async_scheduling, keep_stale_kv=True)
+    loop.add(request("r", PROMPTS[2], greedy(30, logprobs=0)))
+    events = steps(loop, 9)
+    if frozen:
+        loop.pause("keep")
+    loop.add(request("new", PROMPTS[2], greedy(8)))  # shares a prefix that has no KV of the new weights
+    loop.update_weights(weights["b"].items(), "b")
+    loop.resume()
+    rest = drain(loop)
+    output = CompletionOutput(index=0)
+    for event in events + rest["r"]:
+        output.add(delta_of(event))
+    first, second = output.weight_versions
+    assert (first.version, second) == ("initial", ("b", first.end, 30)) and 5 < first.end < 12
+    assert loop.scheduler.num_preemptions == 0
+    assert tokens(rest["new"]) == other_reference.greedy(PROMPTS[2], 8)
+
+    known = torch.tensor([[*PROMPTS[2], *output.token_ids]])
+    before = len(PROMPTS[2]) + first.end - 1  # tokens whose KV the old weights have computed
+    cache = DynamicCache()
+    with torch.inference_mode():
+        reference.model(known[:, :before], cache=cache)
+        logprobs = other_reference.model(known[:, before:-1], cache=cache).logits[0].log_softmax(-1)
+    assert logprobs.argmax(-1).tolist() == output.token_ids[first.end :]
+    found = [entry.logprob for event in events + rest["r"] for entry in event.logprobs][first.end :]
+    torch.testing.assert_close(torch.tensor(found), logprobs.amax(-1), atol=1e-4, rtol=0)
 
 
 @BOTH

@@ -90,10 +90,10 @@ def broadcast(port: int, folder, name: str, world_size: int) -> None:
     """A trainer that makes its group as SGLang's test, slime and AReaL do. It calls no collective but broadcasts."""
     limit, c10d = timedelta(seconds=60), dist.distributed_c10d
     store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=limit))
-    group, _ = c10d._new_process_group_helper(
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
         size, rank, [], dist.Backend("gloo"), dist.PrefixStore(name, store), group_name=name, timeout=limit
     )
-    c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}  # noqa: SLF001
     tensors = safetensors.torch.load_file(next(folder.glob("*.safetensors"))).values()
     for work in [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]:
         work.wait()
