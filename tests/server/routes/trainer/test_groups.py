@@ -160,6 +160,32 @@ def test_parts_become_visible_at_the_end_of_an_update(server, trainer, weights, 
     assert greedy(server) == references["b"].greedy(IDS, 12)
 
 
+def test_a_part_belongs_to_the_update_in_which_it_was_announced(server, trainer, weights, references, threads):
+    port = trainer("vllm", delay=3.0)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
+    server.answer("/start_weight_update", {})
+    part = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
+    server.wait(lambda: "are still arriving" in server.post("/finish_weight_update", {}).text, "the part")
+    assert error_of(server.post("/finish_weight_update", {}), 400)["message"].startswith("1 parts of this update")
+    server.answer("/start_weight_update", {})
+    assert "another /start_weight_update dropped the update" in error_of(part.result(), 400)["message"]
+    assert server.answer("/finish_weight_update", {"weight_version": "empty"})["updated"] == 0
+    assert greedy(server) == references["a"].greedy(IDS, 12)
+
+
+def test_a_whole_update_is_no_part_of_one_that_begins_while_it_arrives(server, trainer, weights, references, threads):
+    port = trainer("vllm", delay=3.0)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
+    body = {"update_info": specs(weights), "weight_version": "whole"}
+    whole = threads.submit(server.post, "/update_weights", body, timeout=60)
+    server.wait(lambda: "in use" in server.post("/update_weights", body).text, "the update")
+    server.answer("/start_weight_update", {})
+    assert whole.result().json()["weight_version"] == "whole"
+    assert server.answer("/finish_weight_update", {})["updated"] == 0
+    assert server.http.get("/weight_info").json() == {"weight_version": "whole"}
+    assert greedy(server) == references["b"].greedy(IDS, 12)
+
+
 def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, weights, references):
     port = trainer("vllm", sends=False)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
@@ -215,6 +241,16 @@ def test_a_trainer_that_never_joins_blocks_no_request(server, references, thread
 )
 def test_wrong_bodies_are_refused(server, path, body, said):
     assert said in error_of(server.post(path, body), 400)["message"]
+
+
+@pytest.mark.parametrize("shape", [[1 << 44], [1 << 40, 1 << 40]])
+def test_tensors_that_no_memory_holds_are_refused(server, trainer, references, shape):
+    port = trainer("vllm", sends=False)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
+    info = {"names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [shape]}
+    error = error_of(server.post("/update_weights", {"update_info": info}), 400)
+    assert "GiB of new weights beside the old ones: check the shapes" in error["message"]
+    assert greedy(server) == references["a"].greedy(IDS, 12)
 
 
 def send_misfits(port: int) -> None:
