@@ -160,12 +160,17 @@ def test_parts_become_visible_at_the_end_of_an_update(server, trainer, weights, 
     assert greedy(server) == references["b"].greedy(IDS, 12)
 
 
+def is_receiving() -> bool:
+    """Whether the engine, which is in this process, waits for the trainer's tensors."""
+    return any(thread.name == "encore-weights-vllm" for thread in threading.enumerate())
+
+
 def test_a_part_belongs_to_the_update_in_which_it_was_announced(server, trainer, weights, references, threads):
-    port = trainer("vllm", delay=3.0)
+    port = trainer("vllm", delay=5.0)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     server.answer("/start_weight_update", {})
     part = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
-    server.wait(lambda: "are still arriving" in server.post("/finish_weight_update", {}).text, "the part")
+    server.wait(is_receiving, "the part")
     assert error_of(server.post("/finish_weight_update", {}), 400)["message"].startswith("1 parts of this update")
     server.answer("/start_weight_update", {})
     assert "another /start_weight_update dropped the update" in error_of(part.result(), 400)["message"]
@@ -174,11 +179,11 @@ def test_a_part_belongs_to_the_update_in_which_it_was_announced(server, trainer,
 
 
 def test_a_whole_update_is_no_part_of_one_that_begins_while_it_arrives(server, trainer, weights, references, threads):
-    port = trainer("vllm", delay=3.0)
+    port = trainer("vllm", delay=5.0)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     body = {"update_info": specs(weights), "weight_version": "whole"}
     whole = threads.submit(server.post, "/update_weights", body, timeout=60)
-    server.wait(lambda: "in use" in server.post("/update_weights", body).text, "the update")
+    server.wait(is_receiving, "the update")
     server.answer("/start_weight_update", {})
     assert whole.result().json()["weight_version"] == "whole"
     assert server.answer("/finish_weight_update", {})["updated"] == 0
@@ -226,6 +231,19 @@ def test_a_trainer_that_never_joins_blocks_no_request(server, references, thread
     assert greedy(server) == references["a"].greedy(IDS, 12)
     assert not joining.done() or time.monotonic() - began >= 4
     assert "was not joined by 2 processes within 4 s" in error_of(joining.result(), 400)["message"]
+
+
+def test_a_trainer_that_was_started_again_need_not_wait_for_its_earlier_call(
+    server, trainer, weights, references, threads
+):
+    body = {"init_info": place(free_port(), timeout=12)}
+    lost = threads.submit(server.post, "/init_weight_transfer_engine", body, timeout=60)
+    port = trainer("vllm")
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
+    server.answer("/update_weights", {"update_info": specs(weights), "weight_version": "b"})
+    assert greedy(server) == references["b"].greedy(IDS, 12)
+    assert "was not joined by 2 processes within 12 s" in error_of(lost.result(), 400)["message"]
+    server.answer("/destroy_weights_update_group", {"group_name": "vllm"})
 
 
 @pytest.mark.parametrize(
