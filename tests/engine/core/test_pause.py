@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -107,6 +108,42 @@ def test_an_update_while_frozen_recomputes_the_kv_under_the_new_weights(
     assert output.token_ids[: first.end] == reference.greedy(PROMPTS[2], first.end)
     rest = other_reference.greedy([*PROMPTS[2], *output.token_ids[: first.end]], 30 - first.end)
     assert output.token_ids[first.end :] == rest
+
+
+@BOTH
+def test_long_streams_go_on_one_by_one_and_follow_from_the_new_weights_alone(
+    paused_loop, other_reference, weights, async_scheduling
+):
+    loop = paused_loop(async_scheduling=async_scheduling, max_num_batched_tokens=4096, **LONG)
+    generator = random.Random(1)
+    prompts = {f"r{index}": [generator.randrange(20, 300) for _ in range(500)] for index in range(4)}
+    for name, prompt in prompts.items():
+        loop.add(request(name, prompt, greedy(24, logprobs=0)))
+    events = steps(loop, 8)
+    loop.update_weights(weights["b"].items(), "b")
+    events += loop.take_events()
+    outputs, logprobs, first_steps = (
+        {name: CompletionOutput(index=0) for name in prompts},
+        {name: [] for name in prompts},
+        {},
+    )
+    for number in itertools.count():
+        for event in events:
+            outputs[event.request_id].add(delta_of(event))
+            logprobs[event.request_id] += [entry.logprob for entry in event.logprobs or ()]
+            if event.weight_version == "b" and event.token_ids:
+                first_steps.setdefault(event.request_id, number)
+        if not loop.has_work:
+            break
+        events = loop.step()
+    assert list(first_steps) == list(prompts) and len(set(first_steps.values())) > 1, first_steps
+    for name, prompt in prompts.items():
+        first, second = outputs[name].weight_versions
+        assert (first.version, second) == ("initial", ("b", first.end, 24)) and first.end >= 6
+        ids = [*prompt, *outputs[name].token_ids]
+        expected = other_reference.logprobs(ids)[len(prompt) - 1 : -1][first.end :].amax(-1)
+        assert follows(other_reference, prompt, outputs[name].token_ids, start=first.end)
+        torch.testing.assert_close(torch.tensor(logprobs[name][first.end :]), expected, atol=1e-4, rtol=0)
 
 
 @BOTH
