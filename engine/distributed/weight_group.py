@@ -151,13 +151,15 @@ class WeightGroup:
                 for _, tensor in received:
                     tensor.record_stream(torch.cuda.default_stream(self._device))  # which reads it
             return received
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU's allocator raises no other
+        except RuntimeError as error:
+            is_cpu = self._device.type == "cpu"  # whose allocator raises no OutOfMemoryError
+            if not is_cpu and not isinstance(error, torch.OutOfMemoryError):
+                raise
             size = sum(spec.nbytes for spec in specs) / 2**30
             advice = "lower gpu_memory_utilization, or release the KV cache during the update"
-            if self._device.type == "cpu":
-                advice = "check the shapes, or send files"
             raise WeightUpdateError(
-                f"no room for {size:.2f} GiB of new weights beside the old ones: {advice}"
+                f"no room for {size:.2f} GiB of new weights beside the old ones: "
+                f"{'check the shapes, or send files' if is_cpu else advice}"
             ) from error
 
     def _receive(self, specs: Sequence[TensorSpec], packed: bool, nbytes: int) -> list[tuple[str, Tensor]]:
