@@ -116,7 +116,8 @@ def test_sglangs_trainers_send_to_several_engines_and_a_group_is_left(server, we
         processes.append(multiprocessing.get_context("spawn").Process(target=target, args=arguments))
         processes[-1].start()
     sent = place(port, group_name="policy", backend="gloo", world_size=3) | {"master_port": str(port)}
-    server.answer("/init_weights_update_group", sent)
+    joined = server.post("/init_weights_update_group", sent, timeout=120)  # two processes start
+    assert joined.status_code == 200, joined.text
     sent = specs(weights)
     body = {"names": sent["names"], "dtypes": sent["dtype_names"], "shapes": sent["shapes"], "group_name": "policy"}
     assert server.answer("/update_weights_from_distributed", body | {"weight_version": "b2"})["weight_version"] == "b2"
