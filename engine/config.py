@@ -47,6 +47,7 @@ _BOOLEANS = (
     "enable_return_hidden_states",
     "enable_return_routed_experts",
     "enable_sleep_mode",
+    "keep_stale_kv",
     "progress",
 )
 
@@ -113,6 +114,8 @@ class EngineConfig(_OfMode):
       in each step. The model must have layers with experts.
     - `enable_sleep_mode`: allow `sleep` to release the memory of weights, KV cache and graphs (docs/rl.md). On a GPU
       it is then allocated as virtual memory, so that addresses stay, which needs a C compiler.
+    - `keep_stale_kv`: after an update of the weights, running requests go on with keys and values of the weights before
+      (docs/rl.md). Otherwise these are computed again. Prefixes of earlier weights are never reused.
     - `score_tokens`: the two tokens, such as ("no", "yes"), whose logits after a query and a document say how well they
       match; for rerankers without a classification head. Default: as the model's folder says, else none.
     - `score_template`: a file with the Jinja template of a query and a document. Default: as the model's folder says,
@@ -159,6 +162,7 @@ class EngineConfig(_OfMode):
     enable_return_hidden_states: bool = False
     enable_return_routed_experts: bool = False
     enable_sleep_mode: bool = False
+    keep_stale_kv: bool = False
     score_tokens: tuple[str, ...] = ()
     score_template: str | None = None
     kernels: str = "auto"

@@ -273,7 +273,7 @@ class EngineLoop:
         - abort: end all requests with finish_reason "abort" and refuse new ones with EnginePaused.
         - wait: run the requests there are to their end, and hold new ones.
         - keep: freeze all requests where they are, with their KV, and hold new ones. If the weights change meanwhile,
-          the KV is computed again.
+          the KV is computed again, unless `keep_stale_kv` is set.
         """
         self._begin_pause(mode)
         self.sleep.paused()
@@ -333,11 +333,18 @@ class EngineLoop:
         return written
 
     def weights_changed(self, version: str) -> None:
-        """Record that the weights changed in place: recompute running requests and drop the old weights' prefix KV."""
+        """Record that the weights changed in place: recompute running requests and drop the old weights' prefix KV.
+
+        With `keep_stale_kv`, requests that have output tokens go on with the KV that they have.
+        """
         _check_version(version)
         self.steps.drain()
-        self.scheduler.preempt_all()
-        self.scheduler.set_weight_version(version)
+        if self.config.keep_stale_kv:
+            self.scheduler.preempt_all(without_tokens=True)
+            self.scheduler.rename_weights(version)
+        else:
+            self.scheduler.preempt_all()
+            self.scheduler.set_weight_version(version)
         self.weight_version = version
         self.executor.call("check_addresses")
         self.sleep.weights_came()

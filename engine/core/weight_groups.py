@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.pending import Pending
 from engine.distributed.weight_group import PACKED_BYTES, TIMEOUT_SECONDS, WeightGroup, tensor_specs
-from engine.errors import RequestError
+from engine.errors import RequestError, WeightUpdateError
 from engine.utils.daemon_thread import in_background
 from graph_cache.utils.validation import did_you_mean
 
@@ -32,10 +32,12 @@ class _Joined(NamedTuple):
 class WeightGroups:
     """The groups of one loop, by name. Its methods run on the loop's thread."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, num_ranks: int = 1):
+        self._device, self._num_ranks = device, num_ranks
         self._groups: dict[str, _Joined] = {}
         self._busy: dict[str, Future[Any]] = {}  # by name, the thread that uses the group or joins it
+        # By name, the last call that joins, until it has joined. One that failed stays, and hinders no other.
+        self._joining: dict[str, object] = {}
 
     def join(
         self,
@@ -49,24 +51,35 @@ class WeightGroups:
         packed: bool = False,
         packed_bytes: int = PACKED_BYTES,
     ) -> Pending:
-        """Join a trainer's group as rank `rank_offset`. Ends when all have joined. A group of that name is left.
+        """Join a trainer's group as rank `rank_offset`; see WeightGroup.join.
 
-        `packed`: whether tensors come packed, in chunks of more than `packed_bytes` bytes.
+        A group of that name is left, and a call that still waits for its trainer is given up: the trainer may have been
+        started again. `packed`: whether tensors come packed, in chunks of more than `packed_bytes` bytes.
 
-        The engine joins with one process, also with several ranks, so `world_size` must be `rank_offset` + 1.
+        The engine joins with one process, also with several ranks. Other engines may have the ranks after it.
         """
-        if world_size != rank_offset + 1:
+        if world_size <= rank_offset or (self._num_ranks > 1 and world_size == rank_offset + self._num_ranks):
             raise RequestError(
                 f"world_size={world_size} is invalid with rank_offset={rank_offset}: this engine joins with one "
-                f"process, so give {rank_offset + 1}",
+                f"process, also with several ranks, so give {rank_offset + 1}, or more for other engines",
                 param="world_size",
             )
-        self._require_free(name)
+        if name not in self._joining:
+            self._require_free(name)
+        self._busy.pop(name, None)
         self.leave(name, missing_ok=True)
+        attempt = self._joining[name] = object()
         backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
 
+        def require_wanted(group: WeightGroup) -> None:
+            if self._joining.get(name) is not attempt:
+                group.close(0.0)
+                raise WeightUpdateError(
+                    f"another call joined the weight group {name!r} meanwhile: this one was given up"
+                )
+
         def run() -> WeightGroup:
-            return WeightGroup.join(
+            group = WeightGroup.join(
                 address,
                 port,
                 rank=rank_offset,
@@ -76,8 +89,12 @@ class WeightGroups:
                 device=torch.device("cpu") if backend == "gloo" else self._device,
                 timeout=timeout or TIMEOUT_SECONDS,
             )
+            require_wanted(group)
+            return group
 
         def finish(group: WeightGroup) -> None:
+            require_wanted(group)
+            del self._joining[name]
             self._groups[name] = _Joined(group, packed, packed_bytes)
 
         return self._start(name, run, finish)
@@ -121,7 +138,7 @@ class WeightGroups:
         self._require_free(name)
         joined = self._groups.pop(name, None)
         if joined is not None:
-            joined.group.close()
+            joined.group.close(0.0)  # the trainer may wait for the answer of this call before it leaves
         elif not missing_ok:
             raise RequestError(f"no weight group {name!r} was joined", param="group_name")
 

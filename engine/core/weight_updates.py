@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,23 +26,46 @@ from engine.utils.daemon_thread import in_background
 logger = logging.getLogger(__name__)
 
 
+class _Parts:
+    """The parts of an update that was started: paths of files, or tensors."""
+
+    def __init__(self) -> None:
+        self.parts: list[str | list[tuple[str, Tensor]]] = []
+        self._announced: list[Future[Any]] = []
+        self._num_taken = 0
+
+    def announce(self, pending: Pending) -> Pending:
+        """Count a part as arriving until it is finished or has failed."""
+        self._announced.append(pending.future)
+
+        def finish(tensors: Any) -> Any:
+            self._num_taken += 1
+            return pending.finish(tensors)
+
+        return Pending(pending.future, finish)
+
+    @property
+    def num_arriving(self) -> int:
+        failed = sum(future.done() and future.exception() is not None for future in self._announced)
+        return len(self._announced) - failed - self._num_taken
+
+
 class WeightUpdates:
     """Commands about the weights of one loop; see Operations."""
 
     def __init__(self, loop: EngineLoop):
         self._loop = loop
-        self.groups = WeightGroups(loop.executor.capabilities.device)
-        # Parts of the update that was started: paths of files, or tensors. None: there is none.
-        self._staged: list[str | list[tuple[str, Tensor]]] | None = None
+        self.groups = WeightGroups(loop.executor.capabilities.device, self._num_ranks)
+        self._staged: _Parts | None = None  # the update that was started; None: there is none
         self._numbers = itertools.count(1)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin an update in several parts, which becomes visible in `finish`. Drops an earlier one without an end."""
-        if self._staged:
-            logger.warning("a weight update of %d parts was never finished, and is dropped", len(self._staged))
-        self._staged = []
+        if self._staged is not None and self._staged.parts:
+            logger.warning("a weight update of %d parts was never finished, and is dropped", len(self._staged.parts))
+        self._staged = _Parts()
 
     def load(self, path: str, version: str | None = None) -> tuple[int, str]:
         """Update the weights from a safetensors file or a folder; return the number of tensors and the version.
@@ -54,7 +79,7 @@ class WeightUpdates:
         self._check_version(version)
         if not Path(path).exists():
             raise WeightUpdateError(f"{path!r} does not exist: give a file or folder on the server's machine")
-        self._staged.append(path)
+        self._staged.parts.append(path)
         return 0, self._loop.weight_version
 
     def receive(
@@ -71,8 +96,11 @@ class WeightUpdates:
         Steps go on until all tensors have arrived.
         """
         self._check_version(version)
-
-        return self.groups.receive(group, names, dtypes, shapes, packed, lambda tensors: self._take(tensors, version))
+        parts = self._staged
+        pending = self.groups.receive(
+            group, names, dtypes, shapes, packed, lambda tensors: self._take(tensors, version, parts)
+        )
+        return pending if parts is None else parts.announce(pending)
 
     def open(self, shared: SharedWeights, version: str | None = None) -> Pending:
         """Update the weights with tensors in a trainer's GPU memory; see `load` and `open_weights`.
@@ -81,13 +109,13 @@ class WeightUpdates:
         is a copy.
         """
         self._check_version(version)
-        device = self._loop.executor.capabilities.device
+        device, parts = self._loop.executor.capabilities.device, self._staged
 
         def take(tensors: list[tuple[str, Tensor]]) -> tuple[int, str]:
             try:
-                if self._staged is None and self._num_ranks == 1:
-                    return self._take(tensors, version)
-                return self._take([(name, tensor.clone()) for name, tensor in tensors], version)
+                if parts is None and self._num_ranks == 1:
+                    return self._take(tensors, version, parts)
+                return self._take([(name, tensor.clone()) for name, tensor in tensors], version, parts)
             except torch.OutOfMemoryError as error:
                 raise WeightUpdateError(
                     "no room for a copy of these weights beside the old ones: lower gpu_memory_utilization, or send "
@@ -97,14 +125,20 @@ class WeightUpdates:
                 torch.cuda.current_stream(device).synchronize()  # the copies have ended
                 tensors.clear()  # releases the trainer's memory
 
-        return Pending(in_background(lambda: open_weights(shared, device), "encore-weights-memory"), take)
+        pending = Pending(in_background(lambda: open_weights(shared, device), "encore-weights-memory"), take)
+        return pending if parts is None else parts.announce(pending)
 
-    def _take(self, tensors: list[tuple[str, Tensor]], version: str | None) -> tuple[int, str]:
-        """Write the tensors, or keep them as a part of the update that was started."""
-        if self._staged is None:
+    def _take(self, tensors: list[tuple[str, Tensor]], version: str | None, parts: _Parts | None) -> tuple[int, str]:
+        """Write the tensors, or keep them as one of `parts`, the update that was started when they were announced."""
+        if parts is None:
             version = version or self._next_version()
             return self._loop.update_weights(tensors, version), version
-        self._staged.append(tensors)
+        if parts is not self._staged:
+            raise WeightUpdateError(
+                "another /start_weight_update dropped the update that these tensors are a part of, while they arrived: "
+                "send the whole update again"
+            )
+        parts.parts.append(tensors)
         return 0, self._loop.weight_version
 
     def finish(self, version: str | None = None) -> tuple[int, str]:
@@ -115,9 +149,11 @@ class WeightUpdates:
         """
         if self._staged is None:
             raise RequestError("no weight update was started: call /start_weight_update first")
-        if self._staged:
+        if count := self._staged.num_arriving:
+            raise RequestError(f"{count} parts of this update are still arriving: wait for the answers of their calls")
+        if self._staged.parts:
             self._loop.sleep.check_weights()  # the update is not lost: it can be finished after waking
-        parts, self._staged = self._staged, None
+        parts, self._staged = self._staged.parts, None
         if parts:
             version = version or self._next_version()
             return self._write(parts, version), version

@@ -1,16 +1,19 @@
 """A process group over which a trainer in other processes sends weights to an engine.
 
-The trainer is rank 0 and the engine another rank. The group is made as SGLang, slime and OpenRLHF make theirs (a TCP
-store at the trainer's address, the group's name as a prefix), so that their trainers can join it. Tensors are sent one
-by one, or packed: several in one buffer of bytes, which saves collectives.
+The trainer is rank 0 and each engine another rank. The group is made as SGLang, slime, AReaL and OpenRLHF make theirs
+(a TCP store at the trainer's address, the group's name as a prefix), so that their trainers can join it. They broadcast
+tensors and call no other collective, and neither does this class. Tensors are sent one by one, or packed: several in
+one buffer of bytes, which saves collectives.
 
 A trainer uses `WeightGroup.join(..., rank=0)` and `send`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import RequestError, WeightUpdateError
+from engine.utils.daemon_thread import in_background
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 300.0
+CLOSE_SECONDS = 1.0  # for which a trainer that leaves waits for the others
 PACKED_BYTES = 1 << 30  # vLLM's
 BACKENDS = ("gloo", "nccl")
 DTYPES = {
@@ -73,8 +80,8 @@ class WeightGroup:
     Not thread-safe. After an error the group can't be used: `close` it and join another.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device):
+        self._group, self._store, self._device = group, store, device
         # Steps of the engine use the default stream, and must not wait for a trainer behind a transfer.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -91,10 +98,12 @@ class WeightGroup:
         device: torch.device | str = "cpu",
         timeout: float = TIMEOUT_SECONDS,
     ) -> WeightGroup:
-        """Join the group `name` at the trainer's address; blocks until all `world_size` processes have joined.
+        """Join the group `name` at the trainer's address.
 
-        `device` is where received tensors are stored, and those to send are. Raises WeightUpdateError if the others
-        don't join within `timeout` seconds, which is the limit of each transfer, too.
+        Over gloo this blocks until all `world_size` processes have joined. NCCL connects them in the first transfer;
+        joining then waits for the trainer alone, which waits for all. `device` is where received tensors are stored,
+        and those to send are. Raises WeightUpdateError if the others don't join within `timeout` seconds, which is the
+        limit of each transfer, too.
         """
         if backend not in BACKENDS:
             raise RequestError(f"backend={backend!r} is unknown: use one of {', '.join(BACKENDS)}", param="backend")
@@ -106,17 +115,16 @@ class WeightGroup:
             )
         limit = timedelta(seconds=timeout)
         try:
-            store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
-            group = _new_group(dist.PrefixStore(name, store), rank, world_size, name, backend, limit)
-            made = cls(group, device)
-            with torch.cuda.stream(made._stream):
-                group.allreduce([torch.ones(1, device=device)]).wait()  # connects them: a missing one is noticed here
+            store = dist.PrefixStore(
+                name, dist.TCPStore(address.strip("[]"), port, world_size, is_master=rank == 0, timeout=limit)
+            )
+            group = _new_group(store, rank, world_size, name, backend, limit)
         except (RuntimeError, ValueError) as error:
             raise WeightUpdateError(
                 f"the weight group {name!r} at {address}:{port} was not joined by {world_size} processes within "
                 f"{timeout:.0f} s: {error}"
             ) from error
-        return made
+        return cls(group, store, device)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, packed: bool = False, nbytes: int = PACKED_BYTES) -> None:
         """Send (name, tensor) pairs from rank 0, in the order of the specs that the receiver was told."""
@@ -143,11 +151,15 @@ class WeightGroup:
                 for _, tensor in received:
                     tensor.record_stream(torch.cuda.default_stream(self._device))  # which reads it
             return received
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            is_cpu = self._device.type == "cpu"  # whose allocator raises no OutOfMemoryError
+            if not is_cpu and not isinstance(error, torch.OutOfMemoryError):
+                raise
             size = sum(spec.nbytes for spec in specs) / 2**30
+            advice = "lower gpu_memory_utilization, or release the KV cache during the update"
             raise WeightUpdateError(
-                f"no room for {size:.2f} GiB of new weights beside the old ones: lower gpu_memory_utilization, or "
-                "release the KV cache during the update"
+                f"no room for {size:.2f} GiB of new weights beside the old ones: "
+                f"{'check the shapes, or send files' if is_cpu else advice}"
             ) from error
 
     def _receive(self, specs: Sequence[TensorSpec], packed: bool, nbytes: int) -> list[tuple[str, Tensor]]:
@@ -182,11 +194,21 @@ class WeightGroup:
 
     def set_timeout(self, seconds: float) -> None:
         """Limit each later transfer."""
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)  # noqa: SLF001
+        limit = timedelta(seconds=seconds)
+        dist.distributed_c10d._set_pg_timeout(limit, self._group)  # noqa: SLF001
+        self._store.set_timeout(limit)  # the first transfer over NCCL waits for the trainer's id there
 
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Leave the group. Waits up to `seconds` for the others to leave.
+
+        NCCL frees a communicator only when all of its processes leave, so the rest happens in a thread: a trainer may
+        leave before it tells the engine to, or wait for the engine's answer first.
+        """
+        _forget(self._group)
+        left = in_background(self._group.shutdown, "encore-weights-leave")
+        wait([left], seconds)
+        if left.done() and (error := left.exception()) is not None:
+            logger.warning("a weight group did not end properly: %s", error)
 
 
 def _new_group(
@@ -200,6 +222,21 @@ def _new_group(
         )
     c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}  # noqa: SLF001
     return group
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """Remove a group from PyTorch's tables, so that its name can be used for another one before it has ended.
+
+    `torch.distributed.destroy_process_group` does the same, after it has waited for the other processes.
+    """
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world  # noqa: SLF001
+    tag = world.pg_to_tag.pop(group, None)
+    for groups in {tag, ""} & world.tags_to_pg.keys():
+        world.tags_to_pg[groups] = [other for other in world.tags_to_pg[groups] if other is not group]
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        table.pop(group, None)
+    c10d._unregister_process_group(group.group_name)  # noqa: SLF001
 
 
 @contextmanager

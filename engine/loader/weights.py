@@ -231,7 +231,9 @@ def check_update(
         else:
             problems += _tied_head_problem(head, slot, names)
     if check_finite:
-        problems += [f"{name} contains NaN or infinity" for name in _not_finite(staged)]
+        stored = {name: plain[name].dtype if _is_plain(plain, name, one) else slots[name].dtype
+                  for name, one in staged.items()}  # fmt: skip
+        problems += _not_finite(staged, stored)
     problems += _matrix_problems(slots, plain, staged, complete)
     if complete:
         others = (name for name, slot in slots.items() if not isinstance(slot, CheckpointSlot))
@@ -243,8 +245,8 @@ def check_update(
     return staged
 
 
-def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors with NaN or an infinity.
+def _not_finite(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype]) -> list[str]:
+    """Describe the tensors with NaN or an infinity, also one that only the conversion to the stored dtype gives.
 
     Reads each tensor once and allocates nothing of its size. The host waits for a device once, not for every tensor.
     """
@@ -253,13 +255,17 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
             wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # PyTorch has no minimum of fp8
-            kind = wide.device, wide.dtype
+            dtype = stored[name] if stored[name] in PLAIN_DTYPES else wide.dtype
+            kind = wide.device, dtype
             names.setdefault(kind, []).append(name)
-            ends.setdefault(kind, []).extend(torch.aminmax(wide))  # both are NaN if any value is
+            ends.setdefault(kind, []).extend(end.to(dtype) for end in torch.aminmax(wide))  # both are NaN if any is
     found = []
     for kind, pairs in ends.items():
         finite = torch.isfinite(torch.stack(pairs)).view(-1, 2).all(1).tolist()
-        found += [name for name, is_finite in zip(names[kind], finite, strict=True) if not is_finite]
+        for name, is_finite in zip(names[kind], finite, strict=True):
+            if not is_finite:
+                converted = f" as {kind[1]}" if tensors[name].dtype != kind[1] else ""
+                found.append(f"{name} contains NaN or infinity{converted}")
     return found
 
 

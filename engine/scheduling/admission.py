@@ -28,6 +28,12 @@ TOKENS_BESIDE_DECODES = 4096
 wait half as long (docs/adr/0003-decodes-and-prompt-chunks-in-one-step.md).
 """
 
+RECOMPUTED_TOKENS = 1024
+"""Tokens of a step that recomputes running requests, whose streams stand still until they are ready, beside decodes.
+
+A prefill of an 8B model on an H200 takes 16 to 20 ms for them (from the pauses of 8 and 32 streams in docs/rl.md).
+"""
+
 MAX_CUT = 8
 """A budget is cut by at most a MAX_CUTth of it to a bucket. A step of few tokens costs about as much with padding."""
 
@@ -79,17 +85,21 @@ class SchedulerConfig:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(TOKENS_BESIDE_DECODES, 2 * self.max_num_seqs))
 
-    def prompt_tokens(self, decodes: int, drafts: int = 0) -> int:
+    def prompt_tokens(self, decodes: int, drafts: int = 0, limit: int | None = None) -> int:
         """Return the budget of prompt tokens beside these decodes and draft tokens, so that chunks fill their bucket.
 
-        Decodes that run apart take no room of the bucket. A budget that lies just above a bucket is cut to it.
+        Decodes that run apart take no room of the bucket. A budget that lies just above a bucket is cut to it. `limit`:
+        of all tokens of the step; None: as `step_tokens` says.
         """
-        budget = self.step_tokens(decodes > 0) - decodes - drafts
+        tokens = self.step_tokens(decodes > 0)
+        if limit is not None:
+            tokens = min(tokens, max(limit, 2 * (decodes + drafts)))
+        budget = tokens - decodes - drafts
         joined = decodes if decodes <= self.max_mixed_decodes and not drafts else 0
         if not self.prefill_buckets:
             return budget
         if joined == 0:
-            budget = min(self.step_tokens(decodes > 0), self.max_num_batched_tokens - decodes - drafts)
+            budget = min(tokens, self.max_num_batched_tokens - decodes - drafts)
         index = bisect_right(self.prefill_buckets, budget + joined)
         filled = self.prefill_buckets[index - 1] - joined if index else 0
         return filled if filled >= budget - budget // MAX_CUT else budget

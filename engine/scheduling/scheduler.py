@@ -30,7 +30,13 @@ from operator import attrgetter
 from engine.errors import RequestError
 from engine.protocol.kv_moves import Moved
 from engine.scheduling import progress
-from engine.scheduling.admission import Admission, QueuedRequest, SchedulerConfig, SchedulerInvariantError
+from engine.scheduling.admission import (
+    RECOMPUTED_TOKENS,
+    Admission,
+    QueuedRequest,
+    SchedulerConfig,
+    SchedulerInvariantError,
+)
 from engine.scheduling.batch import Batch, PrefillChunk, VerifyRow
 from engine.scheduling.invariants import page_problems, queue_problems, slot_problems
 from engine.scheduling.lower_tiers import LowerTiers
@@ -84,6 +90,7 @@ class Scheduler:
         # Short requests that run ahead of the order, at most. A single slot is never taken from the request in it.
         self._short_slots = max(1, min(8, config.max_num_seqs // 16)) if config.max_num_seqs > 1 else 0
         self._blocked_head: QueuedRequest | None = None  # head that did not fit, until something is released
+        self._recomputed: list[QueuedRequest] = []  # what `preempt_all` preempted, in order, until it is ready again
         self._added = self._last_lease = 0
 
     @property
@@ -183,7 +190,7 @@ class Scheduler:
             self.prefix_cache.reset()
 
     def rename_weights(self, version: str) -> None:
-        """Give the weights another version, without a change to them: live requests have it too and keep their KV.
+        """Give the weights another version: live requests have it too and keep their KV.
 
         Prefixes that were cached under the old version are found no more, so they are dropped.
         """
@@ -193,14 +200,17 @@ class Scheduler:
         for entry in self._entries.values():
             entry.request.weight_version = version
 
-    def preempt_all(self) -> list[Request]:
+    def preempt_all(self, *, without_tokens: bool = False) -> list[Request]:
         """Preempt every running request, because its KV becomes invalid. Returns those requests.
+
+        `without_tokens`: only those that have no output token yet.
 
         Each goes back to its place in the queue and is recomputed. Does not raise their admission reserve.
         """
-        preempted = list(self._running)
+        preempted = [entry for entry in self._running if not (without_tokens and entry.request.output_len)]
         for entry in preempted:
             self._requeue(entry)
+        self._recomputed = sorted({*self._recomputed, *preempted}, key=_ORDER_KEY)
         return [entry.request for entry in preempted]
 
     def schedule(self) -> Batch:
@@ -216,11 +226,12 @@ class Scheduler:
             self._admit_urgent(batch)
             self._admit_short(batch)
         prefilling = sorted(self._schedule_decodes(batch), key=lambda entry: not entry.is_short)
+        limit = self._recomputed_tokens(batch) if self._recomputed else None
         drafts = 0
         if self._drafter is not None:
             left = self.config.step_tokens(bool(batch.decodes)) - len(batch.decodes)
             drafts = left - self._add_drafts(batch, self._drafter, left)
-        budget = self.config.prompt_tokens(len(batch.decodes) + len(batch.verifies), drafts)
+        budget = self.config.prompt_tokens(len(batch.decodes) + len(batch.verifies), drafts, limit)
         kept = self._tokens_kept_for_head(budget)
         for entry in prefilling:
             budget = self._budget_for(entry, budget)
@@ -328,6 +339,24 @@ class Scheduler:
                 )
             index += 1
         return prefilling
+
+    def _recomputed_tokens(self, batch: Batch) -> int | None:
+        """Return how many tokens a step recomputes at most; None if none are left to recompute.
+
+        Beside decodes, which wait for the step, there are few. Without any, as many as make the first request ready.
+        """
+        self._recomputed = [
+            entry
+            for entry in self._recomputed
+            if self._entries.get(entry.request.request_id) is entry
+            and (entry.request.slot is None or entry.request.length - entry.request.num_computed > 1)
+        ]
+        if not self._recomputed:
+            return None
+        if batch.decodes:
+            return RECOMPUTED_TOKENS
+        first = self._recomputed[0].request
+        return max(RECOMPUTED_TOKENS, (len(first.token_ids) - first.num_computed) * first.prompt_token_cost)
 
     def _add_drafts(self, batch: Batch, drafter: Drafter, budget: int) -> int:
         """Turn decodes for which there are draft tokens into rows that verify them; return the budget left.
@@ -612,6 +641,8 @@ class Scheduler:
     def _preempt(self, entry: QueuedRequest, batch: Batch, lacks_pages: bool = True) -> None:
         """Preempt a running request to free its slot and pages. For want of pages, its next admission reserves more."""
         self._requeue(entry)
+        if entry in self._recomputed:
+            self._recomputed.remove(entry)  # it may wait for long, and other steps should not be small until then
         entry.preemptions += lacks_pages
         batch.preempted.append(entry.request)
 

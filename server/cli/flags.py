@@ -104,6 +104,7 @@ ENGINE_HELP = {
     "enable_return_hidden_states": "allow requests to ask for hidden states",
     "enable_return_routed_experts": "record the experts of each token; /inference/v1/generate returns them",
     "enable_sleep_mode": "allow /sleep to release the memory of weights, KV cache and graphs",
+    "keep_stale_kv": "running requests go on with the KV of the weights before an update",
     "score_tokens": "tokens for no and yes whose logits score a query and a document, comma-separated",
     "score_template": "file with the Jinja template of a query and a document; none: as the model's folder says",
     "kernels": "kernels on a GPU: fused (the engine's own), torch, or auto",
@@ -163,7 +164,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     "batching": (
         "max_num_batched_tokens", "page_size", "num_pages", "enable_prefix_caching", "kv_events_config",
         "kv_offloading_size", "kv_offloading_disk_path", "kv_offloading_disk_size", "async_scheduling",
-        "num_speculative_tokens", "enable_sleep_mode",
+        "num_speculative_tokens", "enable_sleep_mode", "keep_stale_kv",
     ),
     "graphs": (
         "warmup", "graph_buckets", "graph_manifest", "cuda_graph_impl", "inference_cuda_graph_scope",

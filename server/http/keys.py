@@ -35,7 +35,7 @@ ADMIN_PREFIXES = (
     "/pause", "/resume", "/is_paused", "/continue_generation", "/abort_request", "/reset_prefix_cache", "/flush_cache",
     "/start_weight_update", "/finish_weight_update", "/update_weight", "/weight_info", "/weight_checker",
     "/init_weight", "/destroy_weights_update_group", "/get_weights_by_name", "/get_world_size", "/get_model_info",
-    "/collective_rpc", "/model_info",
+    "/collective_rpc", "/model_info", "/weight_version", "/get_weight_version",
     "/sleep", "/wake_up", "/is_sleeping", "/release_memory_occupation", "/release_kv_cache_memory",
 )  # fmt: skip
 FORWARDED = ("x-forwarded-for", "x-real-ip", "forwarded", "via")  # headers of a request that a proxy passes on

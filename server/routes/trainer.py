@@ -272,6 +272,8 @@ async def update_weight_version(body: bodies.UpdateWeightVersionBody, request: R
 
 
 @router.get("/weight_info", responses=answered_by(wire.WeightInfo))
+@router.get("/get_weight_version", include_in_schema=False)
+@router.get("/weight_version", include_in_schema=False)
 async def weight_info(request: Request) -> dict[str, Any]:
     """Return the version of the weights in use."""
     return {"weight_version": await (await _client(request)).ask("weight_version")}

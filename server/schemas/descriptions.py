@@ -179,6 +179,9 @@ OF_BODY = {
     "TagsBody": {"tags": "weights, kv_cache, cuda_graph; default: all"},
     "PauseGenerationBody": {"mode": "abort, retract or in_place"},
     "ResetPrefixCacheBody": {"reset_running_requests": "running requests compute their KV again"},
+    "StartWeightUpdateBody": {
+        "is_checkpoint_format": "whether tensors have their Hugging Face names, which is required",
+    },
     "UpdateWeightsBody": {
         "update_info": "an object with weight_dir, as vLLM's clients wrap it",
         "weight_dir": "a safetensors file or folder on the server's host",

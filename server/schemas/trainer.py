@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from engine.core.pause import PauseMode
 from engine.errors import RequestError
@@ -114,13 +114,22 @@ class ResetPrefixCacheBody(TrainerBody):
     reset_running_requests: bool = False
 
 
+def _of_checkpoint(value: bool) -> bool:
+    if not value:
+        raise ValueError("must be true: send tensors under their Hugging Face names")
+    return value
+
+
+IsCheckpointFormat = Annotated[bool, AfterValidator(_of_checkpoint)]
+
+
 class StartWeightUpdateBody(TrainerBody):
     """Body of POST /start_weight_update."""
 
-    no_effect = "is_checkpoint_format"
+    is_checkpoint_format: IsCheckpointFormat = True
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Field(ge=1, le=65535, strict=False)]  # AReaL sends digits
 Names = Annotated[list[Text], FAIL_FAST, Field(min_length=1, max_length=200_000)]
 Shapes = Annotated[list[list[int]], FAIL_FAST]
 
@@ -173,17 +182,16 @@ class DestroyUpdateGroupBody(TrainerBody):
 class GroupTransfer(TrainerBody):
     """The tensors that a trainer sends next, in vLLM's format."""
 
-    no_effect = "is_checkpoint_format"
-
     names: Names
     dtype_names: list[Text]
     shapes: Shapes
+    is_checkpoint_format: IsCheckpointFormat = True
 
 
 class HandleTransfer(GroupTransfer):
     """Handles of the tensors in a GPU's memory, in vLLM's format; with `tensor_sizes`, of one buffer of all."""
 
-    no_effect = "is_checkpoint_format packed"
+    no_effect = "packed"
 
     ipc_handles_pickled: Text
     tensor_sizes: Annotated[list[int], FAIL_FAST] | None = None

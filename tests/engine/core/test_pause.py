@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from engine.errors import EnginePaused, RequestError
 from engine.protocol.outputs import CompletionOutput, OutputDelta, WeightSpan
@@ -106,6 +108,75 @@ def test_an_update_while_frozen_recomputes_the_kv_under_the_new_weights(
     assert output.token_ids[: first.end] == reference.greedy(PROMPTS[2], first.end)
     rest = other_reference.greedy([*PROMPTS[2], *output.token_ids[: first.end]], 30 - first.end)
     assert output.token_ids[first.end :] == rest
+
+
+@BOTH
+def test_long_streams_go_on_one_by_one_and_follow_from_the_new_weights_alone(
+    paused_loop, other_reference, weights, async_scheduling
+):
+    loop = paused_loop(async_scheduling=async_scheduling, max_num_batched_tokens=4096, **LONG)
+    generator = random.Random(1)
+    prompts = {f"r{index}": [generator.randrange(20, 300) for _ in range(500)] for index in range(4)}
+    for name, prompt in prompts.items():
+        loop.add(request(name, prompt, greedy(24, logprobs=0)))
+    events = steps(loop, 8)
+    loop.update_weights(weights["b"].items(), "b")
+    events += loop.take_events()
+    outputs, logprobs, first_steps = (
+        {name: CompletionOutput(index=0) for name in prompts},
+        {name: [] for name in prompts},
+        {},
+    )
+    for number in itertools.count():
+        for event in events:
+            outputs[event.request_id].add(delta_of(event))
+            logprobs[event.request_id] += [entry.logprob for entry in event.logprobs or ()]
+            if event.weight_version == "b" and event.token_ids:
+                first_steps.setdefault(event.request_id, number)
+        if not loop.has_work:
+            break
+        events = loop.step()
+    assert list(first_steps) == list(prompts) and len(set(first_steps.values())) > 1, first_steps
+    for name, prompt in prompts.items():
+        first, second = outputs[name].weight_versions
+        assert (first.version, second) == ("initial", ("b", first.end, 24)) and first.end >= 6
+        ids = [*prompt, *outputs[name].token_ids]
+        expected = other_reference.logprobs(ids)[len(prompt) - 1 : -1][first.end :].amax(-1)
+        assert follows(other_reference, prompt, outputs[name].token_ids, start=first.end)
+        torch.testing.assert_close(torch.tensor(logprobs[name][first.end :]), expected, atol=1e-4, rtol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_kv_of_old_weights_continues_under_the_new_ones(
+    paused_loop, reference, other_reference, weights, async_scheduling, frozen
+):
+    loop = paused_loop(async_scheduling=async_scheduling, keep_stale_kv=True)
+    loop.add(request("r", PROMPTS[2], greedy(30, logprobs=0)))
+    events = steps(loop, 9)
+    if frozen:
+        loop.pause("keep")
+    loop.add(request("new", PROMPTS[2], greedy(8)))  # shares a prefix that has no KV of the new weights
+    loop.update_weights(weights["b"].items(), "b")
+    loop.resume()
+    rest = drain(loop)
+    output = CompletionOutput(index=0)
+    for event in events + rest["r"]:
+        output.add(delta_of(event))
+    first, second = output.weight_versions
+    assert (first.version, second) == ("initial", ("b", first.end, 30)) and 5 < first.end < 12
+    assert loop.scheduler.num_preemptions == 0
+    assert tokens(rest["new"]) == other_reference.greedy(PROMPTS[2], 8)
+
+    known = torch.tensor([[*PROMPTS[2], *output.token_ids]])
+    before = len(PROMPTS[2]) + first.end - 1  # tokens whose KV the old weights have computed
+    cache = DynamicCache()
+    with torch.inference_mode():
+        reference.model(known[:, :before], cache=cache)
+        logprobs = other_reference.model(known[:, before:-1], cache=cache).logits[0].log_softmax(-1)
+    assert logprobs.argmax(-1).tolist() == output.token_ids[first.end :]
+    found = [entry.logprob for event in events + rest["r"] for entry in event.logprobs][first.end :]
+    torch.testing.assert_close(torch.tensor(found), logprobs.amax(-1), atol=1e-4, rtol=0)
 
 
 @BOTH

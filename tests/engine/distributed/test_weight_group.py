@@ -111,7 +111,7 @@ def fails(group: WeightGroup, specs: list[TensorSpec]) -> None:
 
 @pytest.mark.gpu
 def test_weights_that_do_not_fit_beside_the_old_ones_are_refused_before_they_come():
-    group = WeightGroup(None, torch.device("cuda"))
+    group = WeightGroup(None, None, torch.device("cuda"))
     specs = [TensorSpec("a", torch.float32, (1 << 40,))]
     for packed in (False, True):
         with pytest.raises(WeightUpdateError, match=r"no room for 4096.00 GiB .* lower gpu_memory_utilization"):

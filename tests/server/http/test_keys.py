@@ -41,6 +41,7 @@ CONTROL = ("/kv_blocks", "/kv_blocks/lookup", "/kv_blocks/export", "/kv_blocks/i
            init_weight_transfer_engine init_weights_update_group destroy_weights_update_group
            update_weights_from_distributed update_weights_from_tensor update_weights_from_ipc sleep wake_up is_sleeping
            release_memory_occupation resume_memory_occupation release_kv_cache_memory collective_rpc
+           weight_version get_weight_version
            """.split()))  # fmt: skip
 
 

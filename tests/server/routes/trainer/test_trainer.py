@@ -119,7 +119,8 @@ def test_an_update_between_two_halves_of_a_rollout_shows_in_its_spans(
     assert server.answer("/update_weights", part)["updated"] == 0
     finished = server.answer("/finish_weight_update", {"weight_version": "b"})
     assert finished["weight_version"] == "b" and finished["updated"] > 10
-    assert server.http.get("/weight_info").json() == {"weight_version": "b"}
+    for path in ("/weight_info", "/weight_version", "/get_weight_version"):  # vLLM's, and both of SGLang's
+        assert server.http.get(path).json() == {"weight_version": "b"}
     server.answer(*resume)
     choice = choice_of(running_request.result(60))
     first, second = choice["weight_versions"]
@@ -336,6 +337,9 @@ EVIL = encoded([{GPU: (os.system, ("true",))}])
         ("/collective_rpc", {"method": "skyrl_finish_weight_update", "kwargs": {"a": 1}}, "kwargs", "not an argument"),
         ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": False}},
          "kwargs", "must be true"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format", "must be true"),
+        ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]],
+         "is_checkpoint_format": False}}, "is_checkpoint_format", "must be true"),
         ("/collective_rpc", {"method": "update_weights_ipc"}, "kwargs", "missing"),
         ("/collective_rpc", {"method": "update_weights_ipc", "kwargs": {"update_info": HANDLES | {"sizes": [7],
          "ipc_handles_pickled": encoded({GPU: OnGpu(shape=(6,)).reduced})}}}, "tensor_sizes", "has 12 bytes"),
