@@ -221,8 +221,8 @@ class _Settings:
         )
 
     def finish(self) -> None:
-        """Log the keys that no reader knows."""
-        if unknown := sorted(self.values.keys() - self.seen):
+        """Log the keys with a value that no reader knows."""
+        if unknown := sorted(key for key in self.values.keys() - self.seen if self.values[key] is not None):
             logger.warning("%s: %s has keys that are not used: %s", self.where, KEY, ", ".join(unknown))
 
 
@@ -323,7 +323,8 @@ COMPRESSED_FORMATS = {
 
 
 def _read_compressed_tensors(settings: _Settings) -> Quantization:
-    settings.one_of("quantization_status", ("compressed",), "compressed")
+    # "frozen" in files of earlier versions, which are stored in the same way
+    settings.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     settings.ignore("global_compression_ratio", "version", "kv_cache_scheme")
     if settings.get("kv_cache_scheme") is not None:
         logger.info("%s: kv_cache_scheme is not used: the KV cache has the model's dtype", settings.where)

@@ -154,7 +154,7 @@ def test_two_ranks_serve_the_same_tokens(folders, make):
         (compressed("pack-quantized", {"strategy": "tensor_group"}), "strategy='tensor_group'"),
         ({**INT8, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
         ({**INT8, "transform_config": {"config_groups": {}}}, "transform_config"),
-        ({**INT8, "quantization_status": "frozen"}, "quantization_status='frozen'"),
+        ({**INT8, "quantization_status": "calibration"}, "quantization_status='calibration'"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "config_groups={}, .* non-empty object"),
         ("fp8", "'quantization_config' must be an object, found str"),
     ],
@@ -171,8 +171,13 @@ def test_unknown_keys_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "config.json: quantization_config has keys that are not used: surprise" in caplog.text
     caplog.clear()
     for form in FORMATS.values():
-        read_quantization({KEY: form.config}, "config.json")
+        read_quantization({KEY: {**form.config, "later_option": None}}, "config.json")
     assert not caplog.text
+
+
+def test_checkpoints_of_earlier_compressed_tensors_are_read():
+    """Their status is "frozen", and they are stored in the same way."""
+    assert read_quantization({KEY: {**INT8, "quantization_status": "frozen"}}, "config.json").element == "int8"
 
 
 @pytest.mark.parametrize(("file", "name"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
