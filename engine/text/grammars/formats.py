@@ -1,4 +1,4 @@
-"""Formats of strings as regular expressions, where llguidance is too loose or too strict. The others are llguidance's."""
+"""Formats of strings as regular expressions, where llguidance is too loose or strict. It has the others."""
 
 from __future__ import annotations
 
