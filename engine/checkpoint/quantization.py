@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,11 +77,13 @@ class Quantization:
     def scheme(self, module: str) -> WeightScheme | None:
         """Return the scheme of a linear layer by its name in the checkpoint: the most specific match; None: no match.
 
+        The whole name counts more than a pattern or a part of it, and these more than a class.
+
         Doesn't look at `ignored`: programs match it in different ways, so the names of the stored tensors decide.
         """
-        for exact in (True, False):
+        for is_match in (module.__eq__, partial(_matches, module), "Linear".__eq__):
             for targets, scheme in self.schemes:
-                if any(_matches(module, target) if exact else target == "Linear" for target in targets):
+                if any(map(is_match, targets)):
                     return scheme
         return None
 
@@ -221,8 +224,8 @@ class _Settings:
         )
 
     def finish(self) -> None:
-        """Log the keys that no reader knows."""
-        if unknown := sorted(self.values.keys() - self.seen):
+        """Log the keys with a value that no reader knows."""
+        if unknown := sorted(key for key in self.values.keys() - self.seen if self.values[key] is not None):
             logger.warning("%s: %s has keys that are not used: %s", self.where, KEY, ", ".join(unknown))
 
 
@@ -252,25 +255,59 @@ def _read_awq(settings: _Settings) -> Quantization:
     return _everywhere("awq", scheme, settings.names("modules_to_not_convert"))
 
 
+GPTQ_FORMATS = ("gptq", "gptq_v2")
+GPTQ_WITHOUT_EFFECT = (
+    "sym true_sequential damp_percent damp_auto_increment static_groups model_name_or_path model_file_base_name "
+    "dataset tokenizer model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size "
+    "pad_token_id use_cuda_fp16 use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
+    "modules_in_block_to_quantize meta quantizer backend act_group_aware hyb_act mse mock_quantization "
+    "format method v2 v2_alpha"
+).split()
+
+
 def _read_gptq(settings: _Settings) -> Quantization:
+    settings.one_of("pack_dtype", ("int32",), "int32")
+    settings.only_if_absent("lm_head", "is_marlin_format", "rotation", "adapter", needed="false")
+    settings.ignore(*GPTQ_WITHOUT_EFFECT)
+    base = _gptq_scheme(settings)
+    rules, ignored = _gptq_rules(settings)
+    schemes = (*rules, (("Linear",), base))
+    return Quantization(method="gptq", schemes=schemes, ignored=(*ignored, *settings.names("modules_to_not_convert")))
+
+
+def _gptq_scheme(settings: _Settings) -> WeightScheme:
     bits = settings.one_of("bits", (4, 8))
     group = settings.size("group_size", 128)
     act_order = settings.one_of("desc_act", (True, False), False) and group is not None
-    version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    settings.one_of("pack_dtype", ("int32",), "int32")
-    settings.only_if_absent("lm_head", "is_marlin_format", "rotation", "adapter", needed="false")
-    overrides = settings.get("dynamic", {})
-    if positive := [key for key in overrides if not key.startswith("-:")]:
-        settings.refuse("dynamic", {key: overrides[key] for key in positive}, "no settings of single modules")
-    settings.ignore(
-        *"sym true_sequential damp_percent damp_auto_increment static_groups model_name_or_path model_file_base_name "
-        "dataset tokenizer model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size "
-        "pad_token_id use_cuda_fp16 use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
-        "modules_in_block_to_quantize meta quantizer backend act_group_aware hyb_act mse mock_quantization "
-        "format method v2 v2_alpha".split()
-    )
-    scheme = WeightScheme(layout=version, element=f"int{bits}", block=(1, group), symmetric=False, act_order=act_order)
-    return _everywhere("gptq", scheme, settings.names("modules_to_not_convert"))
+    version = settings.one_of("checkpoint_format", GPTQ_FORMATS, "gptq")
+    return WeightScheme(layout=version, element=f"int{bits}", block=(1, group), symmetric=False, act_order=act_order)
+
+
+def _gptq_rules(settings: _Settings) -> tuple[list[tuple[tuple[str, ...], WeightScheme]], list[str]]:
+    """Return the schemes of `dynamic`, and the patterns of modules that are not quantised.
+
+    Its keys are regular expressions of module names, of which the first that matches counts: "+:" or nothing before it
+    stands for other settings, "-:" for a module that is not quantised.
+    """
+    rules: list[tuple[tuple[str, ...], WeightScheme]] = []
+    ignored: list[str] = []
+    dynamic = settings.get("dynamic", {})
+    if not isinstance(dynamic, Mapping):
+        settings.refuse("dynamic", dynamic, "an object of settings by module pattern")
+    for key, values in dynamic.items():
+        pattern = "re:" + key.removeprefix("-:").removeprefix("+:")
+        _Settings({"dynamic": [pattern]}, settings.where).names("dynamic")  # checks the expression
+        if key.startswith("-:"):
+            ignored.append(pattern)
+            continue
+        if not isinstance(values, Mapping):
+            settings.refuse("dynamic", {key: values}, "an object of settings by module pattern")
+        known = {"bits", "group_size", "desc_act", *GPTQ_WITHOUT_EFFECT}
+        if unknown := sorted(name for name in values.keys() - known if values[name] is not None):
+            settings.refuse("dynamic", {key: {name: values[name] for name in unknown}}, "bits, group_size and desc_act")
+        own = _Settings({**settings.values, **values}, f"{settings.where}: dynamic {key!r}")
+        rules.append(((pattern,), _gptq_scheme(own)))
+    return rules, ignored
 
 
 MODELOPT_BLOCKS = {
@@ -323,7 +360,8 @@ COMPRESSED_FORMATS = {
 
 
 def _read_compressed_tensors(settings: _Settings) -> Quantization:
-    settings.one_of("quantization_status", ("compressed",), "compressed")
+    # "frozen" in files of earlier versions, which are stored in the same way
+    settings.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     settings.ignore("global_compression_ratio", "version", "kv_cache_scheme")
     if settings.get("kv_cache_scheme") is not None:
         logger.info("%s: kv_cache_scheme is not used: the KV cache has the model's dtype", settings.where)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ALL_ACTIVATIONS, Family, LayerNorms, ModelConfig, read_model_config
+from engine.models.config import ALL_ACTIVATIONS, PATTERN, Family, LayerNorms, ModelConfig, read_model_config
 
 DEFAULTS = {
     "layer_norm_eps": 1e-5,
@@ -44,6 +44,7 @@ COHERE2 = Family(
     window="listed",
     default_window=4096,
     window_pattern=4,
+    window_pattern_key=PATTERN,
 )
 
 

@@ -29,6 +29,7 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32")
 ALL_ACTIVATIONS = tuple(ACTIVATIONS)
 FACTORS = ("embedding_scale", "residual_scale", "logit_scale")
 """Fields of ModelConfig in which None stands for 1."""
+PATTERN = "sliding_window_pattern"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,9 @@ class Family:
       than layers with full attention; `rope_kinds_by_layer` are then the supported kinds of scaling.
     - window: which layers have the config's sliding_window: "never", "always" (all layers), "flagged" (with
       use_sliding_window, by `layer_types` or from max_window_layers on) or "listed" (by `layer_types`, or all but every
-      n-th layer, with n from sliding_window_pattern).
-    - default_window: value of an absent sliding_window; None: no window. window_pattern: value of an absent
-      sliding_window_pattern; 0: no layer has full attention.
+      n-th layer).
+    - default_window: value of an absent sliding_window; None: no window. window_pattern: the n of "listed"; 0: no layer
+      has full attention. window_pattern_key: the key that can change it.
     """
 
     architecture: str
@@ -134,6 +135,7 @@ class Family:
     window: str = "never"
     default_window: int | None = None
     window_pattern: int = 0
+    window_pattern_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,9 +424,19 @@ def _read_ropes(fields: Fields, family: Family, max_positions: int, head_dim: in
     return full, local
 
 
+def require_no_listed_windows(fields: Fields) -> None:
+    """Raise ModelError if `layer_types` lists layers with a window, of a config that switches windows off."""
+    kinds = fields.values.get("layer_types")
+    if isinstance(kinds, list) and SLIDING in kinds and fields.values.get("sliding_window") is not None:
+        raise fields.error("use_sliding_window", f"true, since 'layer_types' lists {SLIDING!r} layers")
+
+
 def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window, None for full attention; nothing if no layer has one. See Family.window."""
-    if family.window == "never" or (family.window == "flagged" and not fields.flag("use_sliding_window")):
+    if family.window == "never":
+        return ()
+    if family.window == "flagged" and not fields.flag("use_sliding_window"):
+        require_no_listed_windows(fields)
         return ()
     values = fields.values
     if values.get("sliding_window") is None and ("sliding_window" in values or family.default_window is None):
@@ -439,7 +451,11 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
         first = fields.integer("max_window_layers", 28, low=0)
         kinds = [SLIDING if index >= first else FULL for index in range(layers)]
     elif kinds is None:
-        pattern = fields.integer("sliding_window_pattern", family.window_pattern or layers + 1, high=MAX_LAYERS + 1)
+        pattern = family.window_pattern or layers + 1
+        if family.window_pattern_key is not None:
+            pattern = fields.integer(family.window_pattern_key, pattern, high=MAX_LAYERS + 1)
+        elif values.get(PATTERN) not in (None, pattern):
+            raise fields.error(PATTERN, f"{pattern} or left out; list the layers in 'layer_types' instead")
         kinds = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
         raise fields.error("layer_types", f"a list of {layers} times {SLIDING!r} or {FULL!r}")

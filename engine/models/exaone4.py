@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ALL_ACTIVATIONS, Family, ModelConfig, read_model_config
+from engine.models.config import ALL_ACTIVATIONS, PATTERN, Family, ModelConfig, read_model_config
 from engine.models.dense import POST_NORMS
 
 EXAONE4 = Family(
@@ -21,6 +21,7 @@ EXAONE4 = Family(
     window="listed",
     default_window=4096,
     window_pattern=4,
+    window_pattern_key=PATTERN,
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import Family, Fields, LayerNorms, ModelConfig, read_model_config
+from engine.models.config import PATTERN, Family, Fields, LayerNorms, ModelConfig, read_model_config
 
 ACTIVATIONS = ("gelu_pytorch_tanh",)
 NORMS = LayerNorms(
@@ -89,6 +89,7 @@ GEMMA3 = Family(
     window="listed",
     default_window=4096,
     window_pattern=6,
+    window_pattern_key=PATTERN,
 )
 
 

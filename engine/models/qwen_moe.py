@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import Family, Fields, ModelConfig, read_model_config
+from engine.models.config import Family, Fields, ModelConfig, read_model_config, require_no_listed_windows
 from engine.models.expert_config import family_fields, read_experts, read_sparse_layers
 from engine.models.rope_fields import FULL, SLIDING
 
@@ -74,6 +74,7 @@ def read_qwen2_moe_config(values: Mapping[str, Any], family: Family, where: str)
 def _qwen2_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Return each layer's window: by `layer_types`, or of every other layer below `max_window_layers`."""
     if not fields.flag("use_sliding_window"):
+        require_no_listed_windows(fields)
         return ()
     kinds = fields.values.get("layer_types")
     if kinds is None:

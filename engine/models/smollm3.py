@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.models.config import ALL_ACTIVATIONS, MAX_LAYERS, SLIDING, Family, Fields, ModelConfig, read_model_config
+from engine.models.config import (
+    ALL_ACTIVATIONS,
+    FULL,
+    MAX_LAYERS,
+    SLIDING,
+    Family,
+    Fields,
+    ModelConfig,
+    read_model_config,
+)
 
 SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
@@ -39,6 +48,8 @@ def read_smollm3_config(values: Mapping[str, Any], family: Family, where: str) -
         rotates = [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(rotates, list) or len(rotates) < layers or any(one not in (0, 1) for one in rotates):
         raise fields.error("no_rope_layers", f"a list of at least {layers} times 0 or 1")
-    kinds = values.get("layer_types") or [SLIDING if not one else "full_attention" for one in rotates[:layers]]
+    kinds = values.get("layer_types")
+    if not kinds and fields.flag("use_sliding_window"):
+        kinds = [SLIDING if not one else FULL for one in rotates[:layers]]
     base = read_model_config({**values, "layer_types": kinds}, family, where)
     return replace(base, nope_layers=frozenset(index for index in range(layers) if not rotates[index]))

@@ -43,16 +43,31 @@ def _render_job(job: Mapping[str, Any]) -> dict[str, str]:
     from datetime import datetime
 
     from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Scope
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Read `{% generation %}…{% endgeneration %}`, with which training templates mark answers, as its content."""
+
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> Scope:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    # transformers' filter: its options, in its order
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

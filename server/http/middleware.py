@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.body_budget import BodyBudget, Upload
-from server.http.errors import WireError, error_response, is_anthropic
+from server.http.errors import OLLAMA_PREFIX, WireError, error_response, is_anthropic
 from server.http.sender import REQUEST_ID
 
 UNCOUNTED_BYTES = 256 * 1024  # of a body: parsing as many takes up to 10 ms
@@ -105,7 +105,7 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         with self._budget.upload() as upload:
-            headers = Headers(scope=scope)
+            headers = MutableHeaders(scope=scope)
             try:
                 self._check_size(int(headers.get("content-length", 0)))
                 body = await self._read(receive, upload)
@@ -114,6 +114,8 @@ class BodyLimit:
                 if body and scope["path"] in BINARY_PATHS:
                     _check_content_type(headers, BINARY)
                 elif body:
+                    if scope["path"].startswith(OLLAMA_PREFIX):
+                        _declare_json(headers)
                     _check_content_type(headers)
                     _check_items(body, self.max_items)
             except WireError as refusal:
@@ -183,6 +185,15 @@ async def _discard(receive: Receive, seconds: float) -> None:
                 if not message.get("more_body", False):  # end of the body, or disconnect
                     return
                 size += len(message["body"])
+
+
+def _declare_json(headers: MutableHeaders) -> None:
+    """Declare a body as JSON, for routes of Ollama: it ignores the type, so `curl -d` and litellm don't give this one.
+
+    A web page has to declare it: its browser then asks the server before it sends the request to another site.
+    """
+    if "origin" not in headers:
+        headers["content-type"] = "application/json"
 
 
 def _check_content_type(headers: Headers, wanted: str = "application/json") -> None:

@@ -74,10 +74,12 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _checked_function(place: str, tool: Any) -> str:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        found = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+    if not isinstance(tool, dict):
+        raise RequestError(f"{place} must be an object with a type and a function", param="tools")
+    if tool.get("type") != "function":
+        found = str(tool.get("type"))[:40]
         raise RequestError(
-            f'{place}.type must be "function", found {str(found)[:40]!r}; other tools are not supported', param="tools"
+            f'{place}.type must be "function", found {found!r}; other tools are not supported', param="tools"
         )
     function = tool.get("function")
     if not isinstance(function, dict):

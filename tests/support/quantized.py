@@ -107,8 +107,10 @@ def integer_matrix(
         if packed:
             tensors["weight_packed"] = pack_words(codes + half, bits)
             tensors["weight_shape"] = torch.tensor([outputs, inputs])
-            if not symmetric:
+            if not symmetric and not per_tensor:
                 tensors["weight_zero_point"] = pack_words((zeros + half).T, bits).T.contiguous()
+            elif not symmetric:  # compressed-tensors packs zero points of rows and groups only
+                tensors["weight_zero_point"] = torch.from_numpy(zeros).to(torch.int8).reshape(1)
         else:
             tensors["weight"] = torch.from_numpy(codes).to(torch.int8)
             if not symmetric:
@@ -262,6 +264,10 @@ FORMATS: dict[str, Format] = {
     "ct-int4-channel": Format(compressed("pack-quantized", integers(4, 0)), integer_matrix(4, 0, True, True)),
     "ct-int4-zeros": Format(
         compressed("pack-quantized", integers(4, 16, False)), integer_matrix(4, 16, False, True)
+    ),
+    "ct-int4-tensor": Format(
+        compressed("pack-quantized", {**integers(4, 0, False), "strategy": "tensor"}),
+        integer_matrix(4, 0, False, True, per_tensor=True),
     ),
     "ct-int4-g-idx": Format(
         compressed("pack-quantized", integers(4, 16, actorder="group")), integer_matrix(4, 16, True, True, True)

@@ -3,8 +3,8 @@
 - float-quantized, int-quantized, naive-quantized ("ct"): `weight` in fp8 or int8, `weight_scale`, and for asymmetric
   codes `weight_zero_point` of the same shape.
 - pack-quantized ("ct-packed"): int4 or int8 codes in 32-bit integers: `weight_packed` [O, K * bits / 32],
-  `weight_scale`, `weight_shape`, and for asymmetric codes `weight_zero_point`, packed along the outputs. Packed codes
-  are a signed code plus half the range. `weight_g_idx` [K] with `actorder: group`.
+  `weight_scale`, `weight_shape`, and for asymmetric codes `weight_zero_point`, packed along the outputs (but one byte
+  if the matrix has one). Packed codes are a signed code plus half the range. `weight_g_idx` [K] with `actorder: group`.
 - mxfp4-pack-quantized ("ct-mxfp4"): `weight_packed` uint8 [O, K / 2], `weight_scale` uint8 [O, K / 32].
 
 Scales of activations (`input_scale` and others) are not used: products are weight-only.
@@ -32,23 +32,28 @@ def _input_tensors() -> dict[str, CheckpointTensor]:
     }
 
 
+def _zero_points(method: ScaledWeight, region: Region) -> CheckpointTensor:
+    """Return the tensor of zero points that are not packed, with the shapes of the scales."""
+    shapes = scale_shapes(method, region)
+    return CheckpointTensor(
+        shapes,
+        (torch.int8, torch.int16, torch.int32),
+        lambda zeros: method.store_scales(region, "zero", zeros.reshape(method.grid(region))),
+        lambda: method.load_scales(region, "zero").to(torch.int8).reshape(shapes[0]),
+    )
+
+
 class CompressedWeight(ScaledWeight):
     """`weight` with one code per element."""
 
     def checkpoint_tensors(self, region: Region) -> dict[str, CheckpointTensor]:
-        shapes = scale_shapes(self, region)
         tensors = {
             "weight": fp8_codes(self, region) if self.element.name == "fp8" else self._bytes(region),
-            "weight_scale": scale_tensor(self, region, shapes),
+            "weight_scale": scale_tensor(self, region, scale_shapes(self, region)),
             **_input_tensors(),
         }
         if not self.scheme.symmetric:
-            tensors["weight_zero_point"] = CheckpointTensor(
-                shapes,
-                (torch.int8, torch.int16, torch.int32),
-                lambda zeros: self.store_scales(region, "zero", zeros.reshape(self.grid(region))),
-                lambda: self.load_scales(region, "zero").to(torch.int8).reshape(shapes[0]),
-            )
+            tensors["weight_zero_point"] = _zero_points(self, region)
         if self.scheme.act_order:
             tensors["weight_g_idx"] = group_index(self, region)
         return tensors
@@ -98,7 +103,9 @@ class PackedWeight(ScaledWeight):
             ),
             **_input_tensors(),
         }
-        if not self.scheme.symmetric:
+        if not self.scheme.symmetric and self.scheme.block == (None, None):
+            tensors["weight_zero_point"] = _zero_points(self, region)
+        elif not self.scheme.symmetric:
             tensors["weight_zero_point"] = CheckpointTensor(
                 ((-(-groups[0] * bits // 32), groups[1]),),
                 (torch.int32,),

@@ -1,4 +1,4 @@
-"""The formats of strings that llguidance checks too loosely, as regular expressions. The others are llguidance's."""
+"""Formats of strings as regular expressions, where llguidance is too loose or strict. It has the others."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ _DATE = (
 _TIME = f"({_HOUR}:{_MINUTE}:{_MINUTE}{_FRACTION}{_OFFSET}|{_leap_seconds()})"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
+_GROUP, _BYTE = "[0-9a-fA-F]{1,4}", "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+
+
+def _ipv6() -> str:
+    """Return the addresses of RFC 3986: eight groups, of which "::" may replace some and IPv4 the last two."""
+    last = rf"({_GROUP}:{_GROUP}|({_BYTE}\.){{3}}{_BYTE})"
+    begin = [f"({_GROUP}(:{_GROUP}){{0,{count}}})?::" for count in range(7)]  # up to count + 1 groups
+    texts = [f"({_GROUP}:){{6}}{last}", f"::({_GROUP}:){{5}}{last}"]
+    texts += [f"{begin[count]}({_GROUP}:){{{4 - count}}}{last}" for count in range(5)]
+    return "|".join([*texts, f"{begin[5]}{_GROUP}", begin[6]])
+
+
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -36,9 +48,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
     "hostname": {"pattern": f"^{_DOMAIN}$", "maxLength": 253},
+    "ipv6": {"pattern": f"^({_ipv6()})$"},
     "email": {"pattern": rf"^{_ATOM}(\.{_ATOM})*@{_DOMAIN}$", "maxLength": 254},
 }
-_OF_LLGUIDANCE = ("duration", "ipv4", "ipv6", "uri", "uuid")
+_OF_LLGUIDANCE = ("duration", "ipv4", "uri", "uuid")
 FORMATS = (*_OWN, *_OF_LLGUIDANCE)
 
 

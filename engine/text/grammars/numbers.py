@@ -46,6 +46,9 @@ def with_exact_numbers(schema: dict[str, Any]) -> dict[str, Any]:
         return rest
     low, high = _bound(schema, *_LOW, 1), _bound(schema, *_HIGH, -1)
     multiples = _multiples(schema)
+    if "number" in types and "integer" in types:  # every integer is a number
+        types = [one for one in types if one != "integer"]
+        rest["type"] = types
     if "number" not in types:
         return rest | _written("minimum", low) | _written("maximum", high) | multiples[0]
     ranges = [_written("minimum", one) | _written("maximum", two) for one, two in _cut(low, high)]

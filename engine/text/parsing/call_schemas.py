@@ -154,6 +154,11 @@ def _with_moved_references(value: Any) -> Any:
     }
 
 
+def fits_tag(name: str) -> bool:
+    """Whether the name of a parameter can be written in a tag."""
+    return bool(name) and name.strip() == name and not set("<>\n") & set(name)
+
+
 def refuse_strict(function: str, schema: Schema, format_name: str, place: str) -> None:
     """Raise RequestError if calls of a strict function can't follow its schema in this format.
 
@@ -179,7 +184,7 @@ def _unfollowed(schema: Schema, format_name: str) -> str:
     for name, one in properties.items():
         if format_name == "pythonic" and (not name.isidentifier() or keyword.iskeyword(name)):
             return f"the parameter {name!r}, which is no name in Python"
-        if format_name == "qwen3_coder" and (set("<>\n") & set(name) or name.strip() != name or not name):
+        if format_name == "qwen3_coder" and not fits_tag(name):
             return f"the name of the parameter {name!r}"
         if one is False or not isinstance(one, (bool, Mapping)):
             return f"the parameter {name!r}, which allows no value"

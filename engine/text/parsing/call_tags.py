@@ -16,6 +16,7 @@ from engine.protocol.structured_outputs import Reasoning, StructuredOutputs
 from engine.text.grammars.schemas import tag_parts
 from engine.text.parsing.call_schemas import (
     choices_of,
+    fits_tag,
     properties_of,
     refuse_strict,
     required_of,
@@ -23,6 +24,7 @@ from engine.text.parsing.call_schemas import (
     types_of,
 )
 from engine.text.parsing.formats import Format
+from engine.text.parsing.pythonic import KEYWORD
 from engine.text.parsing.tool_use import ToolUse
 
 Tag = dict[str, Any]
@@ -201,6 +203,8 @@ class CallTags:
         required = required_of(self._use.functions[function])
         elements = [_text("")]
         for key, schema in properties_of(self._use.functions[function]).items():
+            if not fits_tag(key):
+                continue
             tag = {
                 "type": "tag", "begin": f"<parameter={key}>\n", "content": self._untagged(function, key, schema),
                 "end": "\n</parameter>\n",
@@ -223,16 +227,20 @@ class CallTags:
             return {"type": "regex", "pattern": _unanchored(schema["pattern"]), "place": f"{place}.pattern"}
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if _is_length(low) and (high is None or _is_length(high)) and (low or high is not None):
-            return {"type": "regex", "pattern": f"[^<]{{{low},{'' if high is None else high}}}"}
+            return {"type": "regex", "pattern": f"[^<]{{{low},{'' if high is None else high}}}", "place": place}
         return ANY_TEXT
 
     def _keywords(self, function: str) -> Tag:
-        """Return the format of keyword arguments: the required ones in order, then the optional ones that are given."""
+        """Return the format of keyword arguments: the required ones in order, then the optional ones that are given.
+
+        Leaves out parameters whose names can't be written as keywords.
+        """
         schema = self._use.functions[function]
         required = required_of(schema)
         written = {
             key: _sequence([_text(f"{key}="), self._value(function, value, self._place_of(function, key))])
             for key, value in properties_of(schema).items()
+            if KEYWORD.fullmatch(key)
         }
         first = [one for key, one in written.items() if key in required]
         others = [one for key, one in written.items() if key not in required]

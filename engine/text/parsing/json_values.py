@@ -71,7 +71,7 @@ def parse_json(text: str) -> Any:
     A number beyond float64, which a grammar allows, becomes the largest one. Raises ValueError, also for NaN.
     """
     try:
-        return json.loads(text, strict=False, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, strict=False, parse_constant=_no_constant, parse_float=finite)
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
 
@@ -107,7 +107,8 @@ def call_of(value: Any) -> tuple[str, str]:
     return value["name"], to_json(arguments)
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """Return the number of a text; the largest one of float64 in place of a larger one."""
     return min(max(float(text), -sys.float_info.max), sys.float_info.max)
 
 

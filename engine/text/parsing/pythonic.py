@@ -8,19 +8,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from engine.text.parsing.formats import Block, Closed, Format, shares_beginning
-from engine.text.parsing.json_values import to_json
+from engine.text.parsing.json_values import finite, to_json
 
 T = TypeVar("T")
 
 MAX_HEAD_CHARS = 512
 _MAX_DEPTH = 100  # of values within values
-_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")  # also a beginning of it
+_FUNCTION = re.compile(r"[\w.:/-]+")  # of all functions that a request can declare, such as get-time
+_HEAD = re.compile(rf"\[\s*(?:{_FUNCTION.pattern}\s*(?:\(|$)|$)")  # also a beginning of it
 _NEXT = re.compile(r"""[()\[\]{}"'\\]""")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
 _NAME = re.compile(r"[^\W\d]\w*")
-_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+KEYWORD = re.compile(r"[\w$@.:/-]+")
+"""The names of arguments that are read: Python's, and such as user-id."""
 _NUMBER = re.compile(r"-?\s*(?:\d[\w.]*[eE][+-]\d\w*|\.?\d[\w.]*)")
 _STRING = re.compile(
     r"""(?P<prefix>[rRuU]?)(?:"(?P<double>[^"\\]*(?:\\.[^"\\]*)*)"|'(?P<single>[^'\\]*(?:\\.[^'\\]*)*)')""", re.DOTALL
@@ -137,7 +139,7 @@ class _CallReader:
         return found
 
     def _call(self) -> tuple[str, str]:
-        name = self._match(_DOTTED)[0]
+        name = self._match(_FUNCTION)[0]
         self._expect("(")
         given, _ = self._until(")", self._keyword)
         arguments = dict(given)
@@ -146,7 +148,7 @@ class _CallReader:
         return name, to_json(arguments)
 
     def _keyword(self) -> tuple[str, Any]:
-        name = self._match(_NAME)[0]
+        name = self._match(KEYWORD)[0]
         self._expect("=")
         return name, self._value(_MAX_DEPTH)
 
@@ -223,7 +225,7 @@ def _number(text: str) -> int | float:
     except ValueError:
         if not set(".eE") & set(text):  # 007
             raise
-        return float(text)
+        return finite(text)
 
 
 def _text(found: re.Match[str]) -> str:

@@ -147,14 +147,17 @@ def test_two_ranks_serve_the_same_tokens(folders, make):
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format=True, supported is false"),
         ({"quant_method": "gptq", "bits": 4, "lm_head": True}, "lm_head=True"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*q_proj": {"bits": 8}}}, "no settings of single modules"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*q_proj": {"bits": 2}}}, "q_proj'.* bits=2, supported is"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {".*q": {"rank": 8}}}, "'rank': 8.*, supported is bits"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, r"'re:\(' in quantization_config is no regular"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": ["-:.*"]}, "dynamic=.* an object of settings by module"),
         (compressed("nvfp4-pack-quantized", {}), "format='nvfp4-pack-quantized', supported is pack-"),
         (compressed("marlin-24", {}), "format='marlin-24'"),
         (compressed("pack-quantized", integers(3, 0)), r"num_bits=\('int', 3\), supported is \('int', 4\) or "),
         (compressed("pack-quantized", {"strategy": "tensor_group"}), "strategy='tensor_group'"),
         ({**INT8, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
         ({**INT8, "transform_config": {"config_groups": {}}}, "transform_config"),
-        ({**INT8, "quantization_status": "frozen"}, "quantization_status='frozen'"),
+        ({**INT8, "quantization_status": "calibration"}, "quantization_status='calibration'"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "config_groups={}, .* non-empty object"),
         ("fp8", "'quantization_config' must be an object, found str"),
     ],
@@ -171,8 +174,13 @@ def test_unknown_keys_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "config.json: quantization_config has keys that are not used: surprise" in caplog.text
     caplog.clear()
     for form in FORMATS.values():
-        read_quantization({KEY: form.config}, "config.json")
+        read_quantization({KEY: {**form.config, "later_option": None}}, "config.json")
     assert not caplog.text
+
+
+def test_checkpoints_of_earlier_compressed_tensors_are_read():
+    """Their status is "frozen", and they are stored in the same way."""
+    assert read_quantization({KEY: {**INT8, "quantization_status": "frozen"}}, "config.json").element == "int8"
 
 
 @pytest.mark.parametrize(("file", "name"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
@@ -187,6 +195,17 @@ def test_settings_in_a_file_of_an_older_tool_are_found(folders, make, tmp_path, 
     (tmp_path / file).write_text(json.dumps({key: value for key, value in settings.items() if key != "quant_method"}))
     engine = make(model=str(tmp_path))
     assert greedy_tokens(engine, PROMPTS, 4) == [folders.reference(name).greedy(prompt, 4) for prompt in PROMPTS]
+
+
+def test_the_most_specific_target_of_a_group_counts():
+    def group(group_size: int, *targets: str) -> dict[str, Any]:
+        return {"targets": list(targets), "weights": integers(4, group_size)}
+
+    groups = {"a": group(16, "Linear"), "b": group(32, "re:.*down_proj$"), "c": group(64, "layers.1.mlp.down_proj")}
+    found = read_quantization({KEY: {**compressed("pack-quantized", {}), "config_groups": groups}}, "config.json")
+    assert found is not None
+    sizes = {name: found.scheme(name).block[1] for name in ("layers.1.mlp.down_proj", "layers.0.mlp.down_proj", "x.q")}
+    assert list(sizes.values()) == [64, 32, 16]
 
 
 def test_modelopts_own_file_is_found(tmp_path: Path, tiny_model: Path) -> None:
@@ -215,6 +234,28 @@ def test_a_layer_is_quantised_if_its_tensors_are(folders, tmp_path, ignored):
     assert model.layers[0].attn.qkv.method is PLAIN and model.layers[1].attn.qkv.method is not PLAIN
     found = plain_slots(model.weight_slots())["model.layers.0.mlp.up_proj.weight"].read()
     assert torch.equal(found, values["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_gptqs_dynamic_settings_apply_to_the_modules_that_they_match(folders, tmp_path):
+    tensors: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, is_own in (("gptq", False), ("gptq-8bit", True)):
+        for found, folder in ((tensors, folders.quantized(name)), (wanted, folders.plain(name))):
+            found |= {key: one for key, one in tensors_of(folder).items() if (".down_proj." in key) == is_own}
+    plain = {key: one for key, one in wanted.items() if "layers.1.self_attn" in key}
+    tensors = {key: one for key, one in tensors.items() if "layers.1.self_attn" not in key} | plain
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folders.quantized("gptq") / "config.json").read_text())
+    config[KEY]["dynamic"] = {
+        r"-:model\.layers\.1\.self_attn.*": {},
+        r"+:.*\.down_proj": {"bits": 8, "group_size": 16, "desc_act": False, "sym": False},
+        r".*\.layers\..*": {"bits": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, model = load_hf_folder(tmp_path, torch.float32, "cpu")
+    slots = plain_slots(model.weight_slots())
+    assert slots and all(torch.equal(slot.read(), wanted[key]) for key, slot in slots.items())
+    assert {key.split(".")[3] for key in slots if ".1." in key} == {"mlp"}
 
 
 def test_parts_of_a_fused_layer_that_are_stored_differently_are_refused(folders, tmp_path):

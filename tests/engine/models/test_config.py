@@ -151,6 +151,7 @@ def test_families_set_their_own_defaults(changes: dict[str, Any], expected: dict
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
 WINDOWS = {**QWEN2, "sliding_window": 64, "use_sliding_window": True}
+LISTED = {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE}
 
@@ -172,7 +173,8 @@ PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE}
         ({**WINDOWS, "layer_types": ["sliding_attention"] * 3}, (64,) * 3),
         ({**WINDOWS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (64, None, 64)),
         ({"architectures": ["Gemma2ForCausalLM"]}, (4096, None, 4096)),
-        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, None)),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "sliding_window_pattern": 2}, (64, None, 64)),
+        ({"architectures": ["Cohere2ForCausalLM"], "sliding_window": 64, "sliding_window_pattern": 3}, (64, 64, None)),
         ({"architectures": ["MinistralForCausalLM"], "sliding_window": 64}, (64,) * 3),
         ({"architectures": ["Phi3ForCausalLM"]}, ()),
         ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 64}, (64,) * 3),
@@ -234,6 +236,14 @@ def test_stretched_rope_stretches_the_context(scaling: dict[str, Any], length: i
         ({**MISTRAL, "layer_types": ["full_attention"] * 3}, "'layer_types' must be null, or 3 times"),
         ({**WINDOWS, "layer_types": ["sliding_attention"]}, "'layer_types' must be a list of 3"),
         ({**WINDOWS, "layer_types": ["chunked_attention"] * 3}, "'layer_types' must be a list of 3"),
+        ({**LISTED, **QWEN2, "use_sliding_window": False}, "'use_sliding_window' must be true, since 'layer_types'"),
+        ({**LISTED, "architectures": ["SmolLM3ForCausalLM"]}, "'use_sliding_window' must be true, since"),
+        (
+            {**LISTED, "architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 64, "moe_intermediate_size": 64},
+            "'use_sliding_window' must be true, since",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window_pattern": 3}, "pattern' must be 2 or left out; list"),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window_pattern": "LLG"}, "must be 4 or left out; list"),
         ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0}, "'clip_qkv' must be a number above 0"),
         ({"architectures": ["Gemma3ForCausalLM"], "partial_rotary_factor": 0.5}, "'partial_rotary_factor' must be 1.0"),
         ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "'qk_layernorm' must be false"),

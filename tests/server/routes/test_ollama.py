@@ -54,6 +54,16 @@ def error(server, path, body, status=400):
     return response.json()["error"]
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_is_read_as_json_whatever_its_type(server, kind):
+    """litellm sends none, and the examples in Ollama's documentation use `curl -d`."""
+    content, headers = json.dumps(chat()).encode(), {} if kind is None else {"Content-Type": kind}
+    answer = server.http.post(CHAT, content=content, headers=headers)
+    assert answer.status_code == 200 and answer.json()["done"], answer.text
+    from_page = server.http.post(CHAT, content=content, headers=headers | {"Origin": "http://localhost"})
+    assert from_page.status_code == 415 and "send Content-Type: application/json" in from_page.json()["error"]
+
+
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (GENERATE, generate())])
 def test_an_answer_and_its_stream_agree(server, path, body):
     answer = server.answer(path, body)

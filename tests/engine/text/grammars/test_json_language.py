@@ -128,6 +128,9 @@ def test_what_a_grammar_allows_satisfies_its_schema(schema, is_closed, seed):
         ({"type": "integer", "minimum": -9223372036854775808}, ["-9223372036854774784", "5"], []),
         ({"type": "integer", "minimum": 0.5, "maximum": 2.5}, ["1", "2"], ["0", "3", "1.5"]),
         ({"type": ["number", "null"], "maximum": 0.75}, ["null", "0.7"], ["1", '"a"']),
+        ({"type": ["integer", "number"], "minimum": 3}, ["3", "3.5"], ["0", "-87", "2.5"]),
+        ({"type": ["number", "integer", "null"], "multipleOf": 0.5}, ["1", "0.5", "null"], ["0.3"]),
+        ({"type": ["string", "integer"], "maximum": 3}, ["3", '"9"'], ["4", "2.5"]),
     ],
 )  # fmt: skip
 def test_bounds_on_numbers_are_exact(schema, allowed, refused):
@@ -227,7 +230,10 @@ def test_a_number_that_cannot_be_followed_exactly_is_refused_by_name(schema, mes
         ("hostname", ["a", "a-b.example", "a" * 63], ["-a", "a-", "a" * 64, "a..b", "a_b", ".".join(["abc"] * 64)]),
         ("email", ["a.b+c@example.org"], ["a@b@c", "a", "@b", ".a@b", "a.@b", "a@-b", f"a@{'b' * 64}"]),
         ("ipv4", ["1.2.3.255", "0.0.0.0"], ["1.2.3", "256.1.1.1", "01.2.3.4"]),
-        ("ipv6", ["::", "::1", "1:2:3:4:5:6:7:8", "fe80::1"], [":::", "1::2::3", "12345::", "1:2:3:4:5:6:7:8:9"]),
+        ("ipv6", ["::", "::1", "1:2:3:4:5:6:7:8", "fe80::1", "::ffff:192.0.2.128", "1:2:3:4:5:6:7::", "1::8",
+                  "1:2:3:4:5:6:1.2.3.4", "1::7:8", "64:ff9b::192.0.2.33"],
+         [":::", "1::2::3", "12345::", "1:2:3:4:5:6:7:8:9", "1:2:3:4:5:6:7:1.2.3.4", "::256.1.1.1",
+          "1:2:3:4:5:6:7:8::", "1:2:3:4:5:6:7", "fe80::1%0"]),
         ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
         ("duration", ["P1Y2M3DT4H5M6S", "PT1H", "P2W"], ["P", "1Y", "PT", "P1Y2W", "P1D2Y"]),
         ("uri", ["https://example.org/a?b#c", "urn:a:b"], ["example.org", "http://[:::]/", "http://a b/"]),

@@ -21,7 +21,7 @@ SCHEMA = {
         "tags": {"type": "array"}, "unit": {"enum": ["C", "F"]}, "free": {},
     },
 }  # fmt: skip
-TOOLS = {"weather": SCHEMA, "now": {}, "a.b": {}}
+TOOLS = {"weather": SCHEMA, "now": {}, "a.b": {}, "get-time": {}, "ns/1.find:all": {}}
 
 
 def parser(name, reasoning=None, is_open=False, max_calls=None):
@@ -81,6 +81,10 @@ CASES = [
     ("pythonic", "[a.b(s='a' \"b\", t='\\n\\x41\\u00e9\\d', u=(1,), v=(2), w=-0x1F, n=1_000, x=2.5e-1, )]",
      [(0, "a.b", {"s": "ab", "t": "\nA\u00e9\\d", "u": [1], "v": 2, "w": -31, "n": 1000, "x": 0.25})]),
     ("pythonic", "[now(  # why\n  from='two\nlines'\n)]", [(0, "now", {"from": "two\nlines"})]),
+    ("pythonic", "[get-time(), ns/1.find:all(user-id=1, $ref='x')]",
+     [(0, "get-time", {}), (1, "ns/1.find:all", {"user-id": 1, "$ref": "x"})]),
+    ("pythonic", "[now(x=1e999, y=-8E9999)]",
+     [(0, "now", {"x": 1.7976931348623157e308, "y": -1.7976931348623157e308})]),
     ("pythonic", "[1] is a footnote", [("content", "[1] is a footnote")]),
     ("qwen3_coder", CODER, [PARIS]),
     ("qwen3_coder", f"I look.\n{CODER}\n{CODER.replace('Paris', 'Rome')}",
@@ -115,7 +119,6 @@ MALFORMED = [
     ("pythonic", "[now(1)]"),
     ("pythonic", "[now(x=open('f'))]"),
     ("pythonic", "[now(" + "(" * 5000 + ")" * 5000 + ")]"),
-    ("pythonic", "[now(x=1e999)]"),
     ("pythonic", "[now(x=1, x=2)]"),
     ("pythonic", "[now(x=1 y=2)]"),
     ("pythonic", "[now(x='\\x4')]"),
