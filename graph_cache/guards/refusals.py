@@ -51,7 +51,7 @@ def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
 
 
 def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str]:
-    """Return the names of iterators that code may read and that do not tell their position."""
+    """Return the names of iterators that code may read and that do not tell their position, or what they read."""
     return [
         namespace.name_of(key)
         for namespace in namespaces
@@ -59,7 +59,7 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
         for key, value in namespace.read().items()
         if _is_iterator(cast(Any, type(value)))
         and (key in names or isinstance(namespace, Cell) or type(key) is not str)
-        and position_of(value) is MISSING
+        and (position_of(value) is MISSING or getattr(value, "gi_frame", None) is not None)
     ]
 
 

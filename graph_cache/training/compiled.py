@@ -26,7 +26,8 @@ def is_compiled(value: Any) -> bool:
     """Whether `value` is a compiled function, a wrapper from torch.compile(module), or compiled in place."""
     if isinstance(value, nn.Module):
         return getattr(value, COMPILED_CALL, None) is not None or "_orig_mod" in value._modules
-    return hasattr(value, "_torchdynamo_orig_callable")
+    # Others may run code of a user's `__getattr__`.
+    return isinstance(value, (types.FunctionType, types.MethodType)) and hasattr(value, "_torchdynamo_orig_callable")
 
 
 def at_compile_time(count: Callable[[], None]) -> Callable[[], bool]:

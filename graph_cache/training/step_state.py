@@ -22,7 +22,7 @@ from graph_cache.guards.observation import read_by
 from graph_cache.guards.search import ANY_CODE
 from graph_cache.guards.watch import Place, Watch, gradient_hooks_of, hooks_of
 from graph_cache.training.compiled import is_compiled, reached_from
-from graph_cache.training.optimizers import OptimizerState, settings_of
+from graph_cache.training.optimizers import OptimizerState, parts_of, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
 
 
@@ -90,9 +90,10 @@ class StepState:
     def watch_reads(self, objects: Sequence[Any], ran: Reads) -> tuple[Sequence[Namespace], list[str]]:
         """Watch what code may read of Python state. Return the state, and why some values can't be watched.
 
-        Optimizers are left out: the signature holds their settings separately.
+        The signature holds the settings of optimizers that step inside separately.
         """
-        namespaces, unwatched = read_by(self._host_roots(objects), ran, without=(Optimizer,))
+        settings = [one for optimizer in self.optimizers.values() for one in parts_of(optimizer)]
+        namespaces, unwatched = read_by(self._host_roots(objects), ran, ignored=settings)
         self._watch.leave_out(self.modules())
         self._watch.add(namespaces, ran)
         return namespaces, unwatched if self.checks_attributes else []
