@@ -41,7 +41,10 @@ PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
 COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__getattribute__", "__dict__", "vars", "globals", "attrgetter"))
 # Code that names one of these may read all attributes of an object.
 READS_ALL_ATTRIBUTES = frozenset(
-    ("vars", "__dict__", "asdict", "astuple", "fields", "getmembers", "to_dict", "model_dump", "__getstate__")
+    (
+        *("vars", "__dict__", "asdict", "astuple", "fields", "dir", "getmembers", "get_type_hints", "to_dict"),
+        *("model_dump", "__annotations__", "__slots__", "__getstate__"),
+    )
 )
 READS_ALL_NAMES = COMPUTES_NAMES | READS_ALL_ATTRIBUTES | {"replace", "copy", "deepcopy", "eval", "exec", "locals"}
 # Functions in C that read the world outside of the process, or what changes while it runs, as `module.name`; methods of

@@ -307,21 +307,25 @@ def _indirect_names(namespaces: Sequence[Namespace], reads: Reads) -> set[str]:
     If the code computes names, also return strings in containers (`getattr(self, self.names[index])`).
     """
     names, computes = reads.names, reads.computes_names
-    found = {
+    found: list[Any] = []
+    for namespace in namespaces:
+        is_container = isinstance(namespace, Items) or isinstance(namespace.container, set)
+        if is_container and not (computes and namespace.is_comparable):
+            continue
+        if namespace.named or is_container or isinstance(namespace, (Cell, FunctionParts)):
+            values = namespace.read()
+            found += [value for key, value in values.items() if not namespace.named or key in names]
+            found += values if is_container else ()  # the keys of a dictionary
+    texts = [
         item
-        for namespace in namespaces
-        if namespace.named
-        or isinstance(namespace, (Cell, FunctionParts))
-        or (computes and isinstance(namespace, Items) and namespace.is_comparable)
-        for key, value in namespace.read().items()
-        if not namespace.named or key in names
-        for item in (value if computes and isinstance(value, tuple) else (value,))
+        for value in found
+        for item in (value if computes and isinstance(value, (tuple, frozenset)) else (value,))
         if type(item) is str
-    }
+    ]
     return {
         part
-        for name in found
-        for part in (names_in(name) if computes or "{" in name else [name])
+        for text in texts
+        for part in (names_in(text) if computes or "{" in text else [text])
         if part.isidentifier()
     }
 
