@@ -76,6 +76,7 @@ class Watch:
         self.facts: dict[Place, Summary] = {}
         self._known: set[Place] = set()
         self._excluded: set[Place] = set()
+        self.reads_gradients = False
         self.changing: set[int] = set()  # containers of which some values are excluded
         self._changed()
 
@@ -99,6 +100,7 @@ class Watch:
             result.items |= one.items
             result.facts |= one.facts
             result.changing |= one.changing
+            result.reads_gradients |= one.reads_gradients
         result._changed()
         return result
 
@@ -119,6 +121,7 @@ class Watch:
         """Watch what a run may have read: values by the names in its code, and items of containers."""
         names, parts = reads.names | _indirect_names(namespaces, reads), reads.parts_of_names
         reads_all = reads.reads_all_attributes
+        self.reads_gradients |= "grad" in reads.own_names
         if reads.reads_environment:
             self.facts[id(os.environ), "environment"] = dict, os.environ
         for namespace in filter(self._is_watched, namespaces):
@@ -242,7 +245,7 @@ class Watch:
         if lists:
             now += itertools.chain.from_iterable(lists)
             facts += map(len, lists)
-        facts += map(_tensor_facts, self._tensors)
+        facts += self._facts_of_tensors()
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)) and facts == self._seen_facts:
             return self._signature
         values, items = now[:count], now[count:end]
@@ -250,9 +253,15 @@ class Watch:
         self._lists = list(filter(self._counts_by_contents, values))
         self._tensors = [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
         self._seen = [*values, *items, *itertools.chain.from_iterable(self._lists)]
-        self._seen_facts = [*facts, *map(len, self._lists), *map(_tensor_facts, self._tensors)]
-        self._signature = (*map(self._key, values), *map(key_of, items), tuple(map(_fact_key, facts)))
+        of_tensors = self._facts_of_tensors()
+        self._seen_facts = [*facts, *map(len, self._lists), *of_tensors]
+        self._signature = (*map(self._key, values), *map(key_of, items), tuple(map(_fact_key, [*facts, *of_tensors])))
         return self._signature
+
+    def _facts_of_tensors(self) -> list[Any]:
+        """Return what code may read of the tensors among the values without an operation."""
+        gradients = [one.grad is None for one in self._tensors if one.is_leaf] if self.reads_gradients else []
+        return [*map(_tensor_facts, self._tensors), *gradients]
 
     def _counts_by_contents(self, value: Any) -> bool:
         """Whether this is a small list of plain values: an equal one may be in its place."""
@@ -264,8 +273,8 @@ class Watch:
         )
 
     def _key(self, value: Any) -> Any:
-        if isinstance(value, Tensor):  # its contents are watched by address, if operations use them
-            return Tensor if is_lazy(value) else _tensor_facts(value)
+        if isinstance(value, Tensor):
+            return Tensor  # watched by address, and by `_facts_of_tensors`
         return key_of(value, contents=self._counts_by_contents(value))
 
 
@@ -473,6 +482,12 @@ def gradient_hooks_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         return ()
     both = enumerate(zip(before, after, strict=True))
     return tuple([(index, *(first or ()), *(second or ())) for index, (first, second) in both if first or second])
+
+
+def gradient_hook_functions(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the hooks on the gradients of these tensors, which only C refers to."""
+    registries = [read(tensor) for tensor in tensors for read in (_gradient_hooks, _accumulation_hooks)]
+    return [hook for registry in registries if registry for hook in registry.values()]
 
 
 _registries = attrgetter(*HOOKS)
