@@ -242,7 +242,7 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
 
 def _attributes_in(value: Any) -> Any:
     """Return the dictionary of an object's attributes, or None. Runs no Python code of its class."""
-    find = type(value).__getattribute__  # in C, those of thread locals and weak proxies differ from that of object
+    find: Any = type(value).__getattribute__  # in C, that of thread locals and weak proxies differs from object's
     try:
         return (object.__getattribute__ if isinstance(find, types.FunctionType) else find)(value, "__dict__")
     except (AttributeError, ReferenceError):
