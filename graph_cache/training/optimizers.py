@@ -44,8 +44,7 @@ def settings_of(optimizer: Optimizer) -> Hashable:
 
 def parts_of(optimizer: Optimizer) -> list[object]:
     """Return the objects in which an optimizer keeps its settings and its state."""
-    names = ("param_groups", "state", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return [vars(optimizer)[name] for name in names]
+    return [vars(optimizer)[name] for name in ("param_groups", "state", "defaults")]
 
 
 class OptimizerState(Mapping[str, Tensor]):
