@@ -21,7 +21,7 @@ from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import Observation, read_by
 from graph_cache.guards.parametrizations import caches, is_cached
 from graph_cache.guards.quantizers import Quantizers
-from graph_cache.guards.refusals import iterators_read
+from graph_cache.guards.refusals import gradients_read, iterators_read
 from graph_cache.guards.search import ANY_CODE
 from graph_cache.guards.torch_settings import autocast_state, settings
 from graph_cache.guards.watch import ReadTensors, ValueVersions, hooks_of
@@ -111,7 +111,7 @@ class FunctionState:
             reasons += [f"may read the iterator {', '.join(iterators)}"] if iterators else []
             if is_cached([*self._modules, *reads.modules.values()]):
                 reasons.append("reads weights of parametrize.cached(): make its first call outside")
-            reasons += unwatched + seen.refusals(ran, self._device)
+            reasons += unwatched + seen.refusals(ran, self._device) + gradients_read(namespaces, audit.outside)
             reasons += [f"writes to its input {name}: return the result" for name in _written(inputs, audit)]
             versions.exclude(seen.state.changed, made=False)
             versions.add(namespaces, ran)

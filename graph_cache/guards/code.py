@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -38,9 +38,14 @@ from graph_cache.utils.profiling import profiled, uncompiled
 
 _DYNAMO = f"{TORCH}_dynamo{os.sep}"
 PACKING = frozenset(("_push_saved_tensors_default_hooks", "register_hooks"))
-COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__dict__", "vars", "globals", "attrgetter"))
+COMPUTES_NAMES = frozenset(("getattr", "hasattr", "__getattribute__", "__dict__", "vars", "globals", "attrgetter"))
 # Code that names one of these may read all attributes of an object.
-READS_ALL_ATTRIBUTES = frozenset(("vars", "__dict__", "asdict", "astuple", "fields"))
+READS_ALL_ATTRIBUTES = frozenset(
+    (
+        *("vars", "__dict__", "asdict", "astuple", "fields", "dir", "getmembers", "get_type_hints", "to_dict"),
+        *("model_dump", "__annotations__", "__slots__", "__getstate__"),
+    )
+)
 READS_ALL_NAMES = COMPUTES_NAMES | READS_ALL_ATTRIBUTES | {"replace", "copy", "deepcopy", "eval", "exec", "locals"}
 # Functions in C that read the world outside of the process, or what changes while it runs, as `module.name`; methods of
 # types as `type.name`.
@@ -72,6 +77,7 @@ THREADS = {
 }
 
 
+_FIELDS, _NAMES = re.compile(r"{([^{}]*)"), re.compile(r"[^\W\d]\w*")  # of a format: `{config.scale:.3f}`
 # Last parts of the names of functions in C whose calls are observed.
 _OBSERVED_IN_C = frozenset(name.rpartition(".")[2] for name in OUTSIDE) | PACKING
 
@@ -200,9 +206,17 @@ class Reads:
         )
 
     @property
+    def reads_all_attributes(self) -> bool:
+        """Whether code outside of installed packages may read all attributes of an object."""
+        codes = self._own_codes()
+        return not READS_ALL_ATTRIBUTES.isdisjoint(self.own_names) or any(map(_matches_by_position, codes))
+
+    @property
     def names_to_follow(self) -> set[str] | None:
         """The names that the code may read; None if it may read all attributes of an object."""
         if any(not READS_ALL_NAMES.isdisjoint(code.co_names) for code in self._own_codes()):
+            return None
+        if any(map(_matches_by_position, self._own_codes())):
             return None
         return self.names
 
@@ -309,9 +323,24 @@ def _names_in(codes: Iterable[types.CodeType]) -> set[str]:
     for code in codes:
         found.update(code.co_names, code.co_freevars)
         for value in code.co_consts:
-            if type(value) is str:
-                found.update(part for part in value.split(".") if part.isidentifier())
+            for text in value if type(value) is tuple else (value,):  # a tuple of names, as of `case Point(x=0)`
+                if type(text) is str:
+                    found.update(names_in(text))
     return found
+
+
+def names_in(text: str) -> set[str]:
+    """Return the parts of a text that may be names: between points, as for `attrgetter`, and of a format's fields."""
+    found = {part for part in text.split(".") if part.isidentifier()}
+    if "{" in text:
+        found.update(name for field in _FIELDS.findall(text) for name in _NAMES.findall(field))
+    return found
+
+
+@functools.lru_cache(maxsize=8192)
+def _matches_by_position(code: types.CodeType) -> bool:
+    """Return whether code has patterns as `case Point(0, 1)`, which read attributes without their names."""
+    return any(one.opname == "MATCH_CLASS" and one.arg for one in dis.get_instructions(code))
 
 
 def _is_compile_wrapper(code: types.CodeType) -> bool:
@@ -353,5 +382,5 @@ def _called_names(code: types.CodeType) -> frozenset[str]:
 
 
 def absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
-    """Return the global names that code may read and that do not exist."""
-    return [name for name in _loaded_globals(code) if name not in namespace and not hasattr(builtins, name)]
+    """Return the global names that code may read and that do not exist, or are those of builtins."""
+    return [name for name in _loaded_globals(code) if name not in namespace]

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +37,7 @@ METADATA = frozenset(
     f"__{name}__"
     for name in (
         *("module", "qualname", "doc", "dict", "weakref", "annotations", "annotate", "slots", "abstractmethods"),
-        *("parameters", "type_params", "orig_bases", "match_args", "dataclass_fields", "dataclass_params"),
+        *("parameters", "type_params", "orig_bases", "dataclass_fields", "dataclass_params"),
         *("firstlineno", "static_attributes", "annotate_func", "annotations_cache"),
     )
 )
@@ -137,12 +137,19 @@ def _item_or_missing(container: Any, key: Any) -> Any:
     return container.get(key, MISSING)
 
 
+_attribute = object.__getattribute__  # runs no code of a class: no `__getattr__`
+
+
 def _attribute_or_missing(container: Any, name: str) -> Any:
-    return getattr(container, name, MISSING)
+    return read_or_missing(_attribute, container, name)
 
 
 def _context_value(variable: ContextVar[Any], key: Any) -> Any:
-    return variable.get(MISSING)
+    """Return the value of a context variable, or its default; MISSING if it has neither."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 class Items(Namespace):
@@ -274,10 +281,22 @@ class Slots(Namespace):
         setattr(self.container, key, value)
 
     def watched(self, key: Any) -> Read:
-        return getattr, self.container, key
+        return _attribute, self.container, key
 
     def watched_absence(self, key: Any) -> Read:
         return _attribute_or_missing, self.container, key
+
+
+class Kind(Slots):
+    """The class of an object, which code may replace."""
+
+    named = False
+
+    def __init__(self, path: str, container: Any):
+        super().__init__(path, container, ("__class__",))
+
+    def name_of(self, key: Any) -> str:
+        return f"the class of {self.path}"
 
 
 class FunctionParts(Slots):
@@ -346,7 +365,8 @@ class Contents(Namespace):
         if isinstance(container, set):
             many = len(container) > MAX_COPIED_ITEMS
             return {"length": len(container)} if many else {"contents": frozenset(container)}
-        return {"contents": bytes_of(container)}
+        shape = {"shape": container.shape} if isinstance(container, _numpy_type("ndarray")) else {}
+        return {"contents": bytes_of(container)} | shape
 
     def write(self, values: Mapping[Any, Any]) -> None:
         container, contents = self.container, values.get("contents")
@@ -360,6 +380,8 @@ class Contents(Namespace):
             del container[:]
             container.frombytes(contents or b"")
         elif isinstance(container, _numpy_type("ndarray")):
+            if container.shape != values["shape"]:
+                container.shape = values["shape"]
             container[...] = sys.modules["numpy"].frombuffer(contents, container.dtype).reshape(container.shape)
         elif contents:
             memoryview(container).cast("B")[:] = contents
@@ -389,7 +411,10 @@ def _nbytes(buffer: Any) -> int:
 
 
 class Opaque(Namespace):
-    """An object that keeps values where nothing compares them: an array of Python objects, a pointer, a queue in C."""
+    """An object that keeps values where nothing compares them, or reads others' attributes by names that it keeps in C.
+
+    An array of Python objects, a pointer, a queue in C; `operator.attrgetter`.
+    """
 
     @property
     def is_comparable(self) -> bool:
@@ -419,7 +444,7 @@ class Hidden(Namespace):
         if isinstance(one, random.Random):
             return {"state": one.getstate()}
         if isinstance(one, ContextVar):
-            return {"value": one.get(MISSING)}
+            return {"value": _context_value(one, "value")}
         if isinstance(one, Iterator):
             return {"position": position_of(one)}
         return {"state": pickle.dumps(_numpy_state(one)[0])}
@@ -431,7 +456,7 @@ class Hidden(Namespace):
         elif isinstance(one, random.Random):
             one.setstate(values["state"])
         elif isinstance(one, ContextVar):
-            if values["value"] is not MISSING:
+            if _context_value(one, "value") is not values["value"] is not MISSING:
                 one.set(values["value"])
         elif not isinstance(one, Iterator):
             _numpy_state(one)[1](pickle.loads(values["state"]))
@@ -461,7 +486,7 @@ def _contents_kind(kind: Any) -> type[Namespace] | None:
         return Items
     if issubclass(kind, (set, bytearray, array.array, *_numpy_types("ndarray"))):
         return Contents
-    if issubclass(kind, queue.SimpleQueue) or _is_pointer(kind):
+    if issubclass(kind, (queue.SimpleQueue, attrgetter)) or _is_pointer(kind):
         return Opaque
     if _is_memory(kind):
         return Contents

@@ -17,7 +17,7 @@ from graph_cache.guards.audit import StorageAudit
 from graph_cache.guards.changes import HostState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.namespaces import Namespace
-from graph_cache.guards.refusals import refused_reads, unwatched_reads
+from graph_cache.guards.refusals import refused_reads, unknown_closures, unwatched_reads
 from graph_cache.guards.search import reachable
 
 
@@ -85,4 +85,6 @@ def read_by(
 ) -> tuple[Sequence[Namespace], list[str]]:
     """Return the state that code may read, and why it can't all be compared at every call."""
     found = reachable(roots, without=without, ignored=ignored, ran=ran, names=ran.names_to_follow)
-    return found, unwatched_reads(found)
+    has_hooks = any(isinstance(one, dict) and one and all(map(callable, one.values())) for one in ignored)
+    closures = [] if has_hooks else unknown_closures(found, ran)  # hooks that are not followed may call any
+    return found, [*unwatched_reads(found), *closures]

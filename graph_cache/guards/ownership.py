@@ -37,13 +37,13 @@ SEARCHED = {
     # Modules of the standard library whose objects hold a user's values.
     **dict.fromkeys(
         (
-            *("types", "argparse", "collections", "configparser", "dataclasses", "multiprocessing", "queue"),
-            *("weakref", "_thread"),
+            *("types", "argparse", "collections", "configparser", "contextlib", "dataclasses", "multiprocessing"),
+            *("optparse", "queue", "string", "threading", "weakref", "_thread", "_weakrefset"),
         ),
         Searched.OBJECTS,
     ),
-    **dict.fromkeys(("numpy", "graph_cache", "engine", "_pytest", "triton"), Searched.NOTHING),
-    "torch": Searched.OBJECTS,
+    **dict.fromkeys(("numpy.random", "graph_cache", "engine", "_pytest", "triton"), Searched.NOTHING),
+    **dict.fromkeys(("numpy", "torch"), Searched.OBJECTS),
     **dict.fromkeys(
         ("torch.distributed", "torch.utils.data", "torch.cuda", "torch.profiler"),
         Searched.NOTHING,
@@ -73,6 +73,7 @@ _INCIDENTAL = ("<frozen importlib", "logging", "warnings", "linecache", "traceba
 # Compilers and launchers of kernels keep their settings in context variables and in the environment.
 _COMPILERS = ("triton.", "torch._dynamo.", "torch._functorch.", "torch._inductor.", "torch.fx.")
 _COMPILERS_VARIABLES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+_MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _DECIMAL_CONTEXT = "decimal_context"  # of the standard library, which makes it when it is first read
 
 
@@ -87,7 +88,32 @@ def searched(module: str | None) -> Searched:
     name = module
     while name not in SEARCHED and "." in name:
         name = name.rpartition(".")[0]
+    if name in sys.stdlib_module_names and _is_shadowed(name):
+        return Searched.ALL
     return SEARCHED.get(name, Searched.ALL)
+
+
+def _is_shadowed(name: str) -> bool:
+    """Return whether a user's file has the name of a module of the standard library, and was imported as that."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(path, str) and is_own_file(path)
+
+
+def searched_class(kind: type) -> Searched:
+    """Return what is searched in the module of a class. A class of text that `exec` runs may be in no module."""
+    if kind.__module__ == "builtins" and kind.__flags__ & _MADE_BY_CODE:
+        return Searched.ALL
+    return searched(kind.__module__)
+
+
+def searched_function(function: types.FunctionType) -> Searched:
+    """Return what is searched in the module that holds a function's code, or in that which it names as its own.
+
+    They differ for wrappers, to which `functools.wraps` gives the `__module__` of another function. Text that `exec`
+    runs may be in no module.
+    """
+    module = function.__globals__.get("__name__", "builtins")
+    return Searched.ALL if module == "builtins" or searched(module) is Searched.ALL else searched(function.__module__)
 
 
 def is_adapted(module: str) -> bool:
@@ -152,7 +178,8 @@ def file_of(frame: types.FrameType) -> str:
     path = frame.f_code.co_filename
     if path != "<string>":
         return path
-    return frame.f_globals.get("__file__") or ("" if frame.f_globals.get("__name__") == "__main__" else "<frozen")
+    module = frame.f_globals.get("__name__", "")
+    return frame.f_globals.get("__file__") or ("<frozen" if str(module).startswith("namedtuple_") else "")
 
 
 def is_own_frame(frame: types.FrameType) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+from graph_cache.guards.audit import storage_of
 from graph_cache.guards.code import Reads
-from graph_cache.guards.namespaces import MISSING, Cell, Contents, Items, Namespace, position_of
+from graph_cache.guards.namespaces import MISSING, Cell, Contents, FunctionParts, Items, Namespace, position_of
 from graph_cache.guards.ownership import COMPILED_HELPERS
 from graph_cache.guards.watch import TENSORS, UNWATCHED
 
@@ -51,7 +53,7 @@ def refused_reads(ran: Reads | None, device: torch.device) -> list[str]:
 
 
 def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str]:
-    """Return the names of iterators that code may read and that do not tell their position."""
+    """Return the names of iterators that code may read and that do not tell their position, or what they read."""
     return [
         namespace.name_of(key)
         for namespace in namespaces
@@ -59,13 +61,49 @@ def iterators_read(namespaces: Sequence[Namespace], names: set[str]) -> list[str
         for key, value in namespace.read().items()
         if _is_iterator(cast(Any, type(value)))
         and (key in names or isinstance(namespace, Cell) or type(key) is not str)
-        and position_of(value) is MISSING
+        and (position_of(value) is MISSING or getattr(value, "gi_frame", None) is not None)
     ]
 
 
 @functools.cache
 def _is_iterator(kind: Any) -> bool:
     return issubclass(kind, Iterator)
+
+
+def gradients_read(namespaces: Sequence[Namespace], used: Container[int]) -> list[str]:
+    """Return why a run that used these storages, by address, can't be replayed: some are gradients of other tensors.
+
+    Autograd and optimizers replace gradients, so that a graph would read former ones. `used` are without the gradients
+    that the run computes itself.
+    """
+    names = [
+        namespace.name_of(key)
+        for namespace in namespaces
+        for key, value in namespace.read().items()
+        if isinstance(value, Tensor) and value.is_leaf and value.grad is not None and _address(value.grad) in used
+    ]
+    if not names:
+        return []
+    return [f"reads the gradient of {names[0]}, which others may replace: pass it as an argument"]
+
+
+def _address(tensor: Tensor) -> int:
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage._cdata
+
+
+def unknown_closures(namespaces: Sequence[Namespace], ran: Reads) -> list[str]:
+    """Return why code can't be replayed that uses variables of closures which the search has not found.
+
+    Such as of a function that only C refers to. Functions that the run itself makes need none.
+    """
+    own = [code for code, _ in ran.own]
+    known = {id(one.container.__code__) for one in namespaces if isinstance(one, FunctionParts)}
+    known |= {id(constant) for code in own for constant in code.co_consts}
+    names = [code.co_qualname for code in own if id(code) not in known and set(code.co_freevars) - {"__class__"}]
+    if not names:
+        return []
+    return [f"runs {names[0]}, of which no reference was found, so that a change of its closure would go unnoticed"]
 
 
 def unwatched_reads(namespaces: Sequence[Namespace]) -> list[str]:

@@ -26,17 +26,19 @@ from graph_cache.guards.namespaces import (
     Globals,
     Hidden,
     Items,
+    Kind,
     Namespace,
     Slots,
     TensorAttributes,
     contents_of,
     slots_of,
 )
-from graph_cache.guards.ownership import PATCHED, Searched, is_adapted, searched
+from graph_cache.guards.ownership import PATCHED, Searched, is_adapted, searched, searched_class, searched_function
 from graph_cache.guards.values import PLAIN
 
 MAX_NAMESPACES = 200_000  # of a larger state, the rest is not searched, and no graph is captured
 MAX_OF_ANY_CODE = 20_000  # before a run was observed: of all that its functions may reach, the nearest
+_LOOKS_MODULES_UP = frozenset(("modules", "import_module", "__import__"))
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 NOT_FOLLOWED = (Tensor, types.BuiltinFunctionType, types.MethodType, functools.partial)
 FLAGS = frozenset(("main_grad", "grad_added_to_main_grad"))  # of parameters, which `parameter_aliases.py` takes care of
@@ -47,8 +49,8 @@ _WRAPPERS = (
     functools.cached_property,
     functools.partialmethod,
     functools.singledispatchmethod,
-    type(functools.cache(len)),
 )
+_CACHED = type(functools.cache(len))
 _WRAPPED = ("__func__", "fget", "func", "__wrapped__", "args", "keywords", "dispatcher")  # what these refer to
 _VIEWS: tuple[type, ...] = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 
@@ -152,6 +154,14 @@ def objects_with_tensors(values: Sequence[Any], without: tuple[type, ...] = ()) 
     ]
 
 
+def _imported_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of imported modules that a function imports, or looks up by their names."""
+    names = [*code.co_names]
+    if not _LOOKS_MODULES_UP.isdisjoint(names):
+        names += [value for value in code.co_consts if type(value) is str]
+    return tuple([name for name in names if name in sys.modules])
+
+
 def global_names(code: types.CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes in a function and in functions nested in it."""
     yield from code.co_names
@@ -169,18 +179,18 @@ def _patched_methods(kind: type, names: Container[str]) -> tuple[str, ...]:
         [
             name
             for name, value in vars(kind).items()
-            if name in names and isinstance(value, types.FunctionType) and searched(value.__module__) is Searched.ALL
+            if name in names and isinstance(value, types.FunctionType) and searched_function(value) is Searched.ALL
         ]
     )
 
 
 def _namespaces_of(path: str, value: Any, ran: RunCode | None) -> Iterator[Namespace]:
     if isinstance(value, types.FunctionType):
-        if ran is None or (value.__code__ in ran and searched(value.__module__) is Searched.ALL):
+        if ran is None or (value.__code__ in ran and searched_function(value) is Searched.ALL):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 yield Cell(name, cell)
             yield Globals("", value.__globals__, tuple(global_names(value.__code__)), value.__code__)
-            if imported := tuple(name for name in value.__code__.co_names if name in sys.modules):
+            if imported := _imported_names(value.__code__):
                 yield Globals("", sys.modules, imported)
             yield Attributes(path, value.__dict__)
             yield FunctionParts(path, value)
@@ -195,14 +205,16 @@ def _namespaces_of(path: str, value: Any, ran: RunCode | None) -> Iterator[Names
     elif isinstance(value, type):
         if ran is not None and issubclass(value, nn.Module) and value.__module__.startswith("torch.nn."):
             yield ClassAttributes(path, value, only=("forward",))
-        elif ran is not None and searched(value.__module__) is Searched.ALL:
+        elif ran is not None and searched_class(value) is Searched.ALL:
             yield ClassAttributes(path, value)
     elif isinstance(value, Tensor):
         if ran is ANY_CODE:
             yield Attributes(path, vars(value), is_library=True)
         elif ran is not None and ran.own_names:
             yield TensorAttributes(path, vars(value), ran.own_names - FLAGS)
-    elif not isinstance(value, NOT_FOLLOWED) and _is_followed(type(value).__module__):
+    elif isinstance(value, functools.partial):
+        yield Attributes(path, value.__dict__)
+    elif not isinstance(value, NOT_FOLLOWED) and searched_class(type(value)) is not Searched.NOTHING:
         yield from _attributes_of(path, value)
     elif isinstance(value, nn.Module):  # such as the wrapper that torch.compile returns
         yield Items(f"{path}._modules", value._modules)
@@ -213,7 +225,9 @@ def _is_followed(module: str) -> bool:
 
 
 def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
-    attributes = getattr(value, "__dict__", None)
+    if searched_class(type(value)) is Searched.ALL and not isinstance(value, nn.Module):  # whose classes are compared
+        yield Kind(path, value)
+    attributes = _attributes_in(value)
     is_library = isinstance(value, nn.Module) and is_adapted(type(value).__module__)
     if isinstance(attributes, dict):
         yield Attributes(path, attributes, is_library=is_library)
@@ -224,6 +238,15 @@ def _attributes_of(path: str, value: Any) -> Iterator[Namespace]:
                 yield Items(f"{path}.{name}", item, is_library=True)
     if slots := slots_of(type(value)):
         yield Slots(path, value, slots)
+
+
+def _attributes_in(value: Any) -> Any:
+    """Return the dictionary of an object's attributes, or None. Runs no Python code of its class."""
+    find: Any = type(value).__getattribute__  # in C, that of thread locals and weak proxies differs from object's
+    try:
+        return (object.__getattribute__ if isinstance(find, types.FunctionType) else find)(value, "__dict__")
+    except (AttributeError, ReferenceError):
+        return None
 
 
 def _values_in(namespace: Namespace, names: Container[Any] | None, seen: Container[int]) -> list[tuple[str, Any]]:
@@ -247,7 +270,7 @@ def _values_in(namespace: Namespace, names: Container[Any] | None, seen: Contain
 @functools.cache
 def _has_constants(kind: Any) -> bool:
     """Whether `_constants_of` may find any for objects of this type."""
-    references = (types.FunctionType, types.MethodType, functools.partial, weakref.ref, memoryview)
+    references = (types.FunctionType, types.MethodType, functools.partial, weakref.ref, memoryview, _CACHED)
     return issubclass(kind, (*references, tuple, frozenset, dict, *_VIEWS, *_WRAPPERS))
 
 
@@ -266,6 +289,8 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
         return [] if _is_released(value) else [(path, value.obj)]
     if isinstance(value, (tuple, frozenset)):
         return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, _CACHED):
+        return [(path, value.__wrapped__), *[(f"a result of {path}", one) for one in _cached_results(value)]]
     if isinstance(value, dict):
         if type(value) is dict and all([type(key) is str for key in value]):
             return []
@@ -277,6 +302,22 @@ def _constants_of(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, _WRAPPERS):
         return [(path, getattr(value, name)) for name in _WRAPPED if hasattr(value, name)]
     return []
+
+
+def _cached_results(function: Any) -> list[Any]:
+    """Return the results that `functools.lru_cache` keeps of a user's function, which code may change."""
+    wrapped = function.__wrapped__
+    is_own = isinstance(wrapped, types.FunctionType) and searched_function(wrapped) is Searched.ALL
+    if not is_own or not function.cache_info().currsize:
+        return []
+    held = [one for one in gc.get_referents(function) if one is not vars(function)]
+    if function.cache_info().maxsize is None:
+        return [result for one in held if type(one) is dict for result in one.values()]
+    return [one for one in held if not (type(one) is dict and one and all(map(_is_cache_link, one.values())))]
+
+
+def _is_cache_link(value: Any) -> bool:
+    return type(value).__name__ == "_lru_list_elem"
 
 
 def _is_released(view: memoryview) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_hooks
 from torch.nn.parameter import is_lazy
 
 from graph_cache.guards.audit import storage_of
-from graph_cache.guards.code import READS_ALL_ATTRIBUTES, Reads, absent_names
+from graph_cache.guards.code import Reads, absent_names, names_in
 from graph_cache.guards.namespaces import (
     ABSENT,
     MISSING,
@@ -65,8 +65,8 @@ class Watch:
     - items: All items of a container that has many, or the keys of a dictionary.
     - facts: Numbers of items, contents of buffers, ids of hooks, the environment.
 
-    Tensors are not watched: an AddressBook compares their addresses. `modules` are those whose modes, hooks and
-    children are watched elsewhere.
+    Of tensors, only what code reads without an operation is watched: an AddressBook compares their addresses. `modules`
+    are those whose modes, hooks and children are watched elsewhere.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -76,6 +76,7 @@ class Watch:
         self.facts: dict[Place, Summary] = {}
         self._known: set[Place] = set()
         self._excluded: set[Place] = set()
+        self.reads_gradients = False
         self.changing: set[int] = set()  # containers of which some values are excluded
         self._changed()
 
@@ -87,6 +88,7 @@ class Watch:
         self._seen: list[Any] = []
         self._seen_facts: list[Any] = []
         self._lists: list[list[Any]] = []  # small ones among the values, which count by their contents
+        self._tensors: list[Tensor] = []  # among the values
         self._signature: tuple[Any, ...] = ()
 
     @classmethod
@@ -98,6 +100,7 @@ class Watch:
             result.items |= one.items
             result.facts |= one.facts
             result.changing |= one.changing
+            result.reads_gradients |= one.reads_gradients
         result._changed()
         return result
 
@@ -117,7 +120,8 @@ class Watch:
     def add(self, namespaces: Sequence[Namespace], reads: Reads) -> None:
         """Watch what a run may have read: values by the names in its code, and items of containers."""
         names, parts = reads.names | _indirect_names(namespaces, reads), reads.parts_of_names
-        reads_all = not READS_ALL_ATTRIBUTES.isdisjoint(reads.own_names)
+        reads_all = reads.reads_all_attributes
+        self.reads_gradients |= "grad" in reads.own_names
         if reads.reads_environment:
             self.facts[id(os.environ), "environment"] = dict, os.environ
         for namespace in filter(self._is_watched, namespaces):
@@ -128,6 +132,11 @@ class Watch:
             if isinstance(namespace, Attributes) and HOOKS[0] in container and where not in self._modules:
                 for hooks in map(container.get, HOOKS):
                     self.facts[id(hooks), "hooks"] = tuple, hooks
+            if self._has_watched_items(namespace) and namespace.path.endswith(TENSORS):
+                for key in [
+                    key for key, value in namespace.read().items() if value is None and self._is_new(where, key)
+                ]:
+                    self.values[where, key] = namespace.watched(key)  # no tensor so far
             if isinstance(namespace, Contents) or (
                 isinstance(namespace, Items)
                 and (self._has_watched_items(namespace) or len(namespace.keys()) > MAX_SINGLE_ITEMS)
@@ -142,6 +151,8 @@ class Watch:
                 )
                 if is_read and self._is_new(where, key):
                     self.values[where, key] = namespace.watched(key)
+                    if value is os.environ:  # under another name
+                        self.facts[id(os.environ), "environment"] = dict, os.environ
         self._changed()
 
     def _is_new(self, where: int, key: Any) -> bool:
@@ -162,6 +173,8 @@ class Watch:
                 self.facts[where, len], self.items[where, iter] = (len, container), (iter, container)
             else:
                 self.facts[where, bytes] = bytes_of, container
+                if hasattr(type(container), "dtype"):  # an array, of which code may set these
+                    self.facts[where, "layout"] = _layout, container
         elif isinstance(namespace, ClassAttributes):
             if namespace.has_all or container is Tensor:
                 # Python adds these at their first use: by pickle and copy, and by code that reads annotations.
@@ -183,8 +196,8 @@ class Watch:
             self.facts[where, len] = len, container
 
     def _has_watched_items(self, namespace: Namespace) -> bool:
-        """Whether an AddressBook watches the items: tensors, and the children of modules given at first."""
-        return namespace.path.endswith(TENSORS) or id(namespace.container) in self._modules
+        """Whether an AddressBook watches the items: tensors and children of modules given at first."""
+        return id(namespace.container) in self._modules
 
     def _is_watched(self, namespace: Namespace) -> bool:
         """Whether the values of this namespace are watched: all but state that runs advance, and what is refused."""
@@ -228,19 +241,27 @@ class Watch:
             now += itertools.chain.from_iterable(map(function, containers))
         for function, containers in self._facts:
             facts += map(function, containers)
-        end, lists = len(now), self._lists
+        end, counted, lists = len(now), len(facts), self._lists
         if lists:
             now += itertools.chain.from_iterable(lists)
             facts += map(len, lists)
+        facts += self._facts_of_tensors()
         if len(now) == len(self._seen) and all(map(is_, now, self._seen)) and facts == self._seen_facts:
             return self._signature
         values, items = now[:count], now[count:end]
-        facts = facts[: len(facts) - len(lists)]
+        facts = facts[:counted]
         self._lists = list(filter(self._counts_by_contents, values))
+        self._tensors = [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
         self._seen = [*values, *items, *itertools.chain.from_iterable(self._lists)]
-        self._seen_facts = [*facts, *map(len, self._lists)]
-        self._signature = (*map(self._key, values), *map(key_of, items), tuple(map(_fact_key, facts)))
+        of_tensors = self._facts_of_tensors()
+        self._seen_facts = [*facts, *map(len, self._lists), *of_tensors]
+        self._signature = (*map(self._key, values), *map(key_of, items), tuple(map(_fact_key, [*facts, *of_tensors])))
         return self._signature
+
+    def _facts_of_tensors(self) -> list[Any]:
+        """Return what code may read of the tensors among the values without an operation."""
+        gradients = [one.grad is None for one in self._tensors if one.is_leaf] if self.reads_gradients else []
+        return [*map(_tensor_facts, self._tensors), *gradients]
 
     def _counts_by_contents(self, value: Any) -> bool:
         """Whether this is a small list of plain values: an equal one may be in its place."""
@@ -253,7 +274,7 @@ class Watch:
 
     def _key(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return Tensor  # watched by address
+            return Tensor  # watched by address, and by `_facts_of_tensors`
         return key_of(value, contents=self._counts_by_contents(value))
 
 
@@ -263,6 +284,10 @@ def _by_function(reads: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     for function, *arguments in reads:
         groups.setdefault(function, []).append(tuple(arguments))
     return [(function, *map(list, zip(*arguments, strict=True))) for function, arguments in groups.items()]
+
+
+_tensor_facts = attrgetter("__class__", "shape", "dtype", "requires_grad")  # what code may read without an operation
+_layout = attrgetter("shape", "dtype")
 
 
 def _fact_key(fact: Any) -> Any:
@@ -291,16 +316,27 @@ def _indirect_names(namespaces: Sequence[Namespace], reads: Reads) -> set[str]:
     If the code computes names, also return strings in containers (`getattr(self, self.names[index])`).
     """
     names, computes = reads.names, reads.computes_names
-    found = {
+    found: list[Any] = []
+    for namespace in namespaces:
+        is_container = isinstance(namespace, Items) or isinstance(namespace.container, set)
+        if is_container and not (computes and namespace.is_comparable):
+            continue
+        if namespace.named or is_container or isinstance(namespace, (Cell, FunctionParts)):
+            values = namespace.read()
+            found += [value for key, value in values.items() if not namespace.named or key in names]
+            found += values if is_container else ()  # the keys of a dictionary
+    texts = [
         item
-        for namespace in namespaces
-        if namespace.named or (computes and isinstance(namespace, Items) and namespace.is_comparable)
-        for key, value in namespace.read().items()
-        if not namespace.named or key in names
-        for item in (value if computes and isinstance(value, tuple) else (value,))
+        for value in found
+        for item in (value if computes and isinstance(value, (tuple, frozenset)) else (value,))
         if type(item) is str
+    ]
+    return {
+        part
+        for text in texts
+        for part in (names_in(text) if computes or "{" in text else [text])
+        if part.isidentifier()
     }
-    return {part for name in found for part in (name.split(".") if computes else [name]) if part.isidentifier()}
 
 
 # ---- versions --------------------------------------------------------------------------------------------------------
@@ -446,6 +482,12 @@ def gradient_hooks_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         return ()
     both = enumerate(zip(before, after, strict=True))
     return tuple([(index, *(first or ()), *(second or ())) for index, (first, second) in both if first or second])
+
+
+def gradient_hook_functions(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the hooks on the gradients of these tensors, which only C refers to."""
+    registries = [read(tensor) for tensor in tensors for read in (_gradient_hooks, _accumulation_hooks)]
+    return [hook for registry in registries if registry for hook in registry.values()]
 
 
 _registries = attrgetter(*HOOKS)

@@ -497,6 +497,7 @@ class Watched:
         now = (
             list(map(_requires_grad, self._parameters)),
             list(map(_training, self._submodules)),
+            list(map(type, self._submodules)),
             list(map(len, self._hooks)),
             self._versions.current(),
             current_numbers(self._float_owners, self._float_names),

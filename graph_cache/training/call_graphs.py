@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graph_cache.backends.base import Memory
 from graph_cache.core.runner import GraphRunner
-from graph_cache.guards.audit import StorageAudit, storage_of
+from graph_cache.guards.audit import StorageAudit, storage_of, storages_of
 from graph_cache.guards.code import Reads
 from graph_cache.guards.torch_settings import NO_AUTOCAST
 from graph_cache.training.attached import AttachedModule
@@ -190,6 +190,11 @@ class CallGraphs(CallFunction):
                 ]
             )
         return tuple([output.detach() for output in self.outputs])
+
+    def is_from_outside(self, output: Tensor) -> bool:
+        """Whether an output is memory from before the call, other than an input: a parameter, a buffer, or a view."""
+        known = {*storages_of([*self._owner.scope.parameters(), *self._state]), *self.used}
+        return not known.isdisjoint(storages_of([output]))
 
     def is_held(self) -> bool:
         """Whether an output of the last forward is still referenced."""

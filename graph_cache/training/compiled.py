@@ -26,7 +26,10 @@ def is_compiled(value: Any) -> bool:
     """Whether `value` is a compiled function, a wrapper from torch.compile(module), or compiled in place."""
     if isinstance(value, nn.Module):
         return getattr(value, COMPILED_CALL, None) is not None or "_orig_mod" in value._modules
-    return hasattr(value, "_torchdynamo_orig_callable")
+    try:
+        return hasattr(value, "_torchdynamo_orig_callable")
+    except Exception:  # of any kind: it runs code of a user's `__getattr__`
+        return False
 
 
 def at_compile_time(count: Callable[[], None]) -> Callable[[], bool]:

@@ -273,14 +273,19 @@ class MicrobatchGraphs:
                 entry.owner.uncopied = entry.graphs
 
     def _choose_cloned_outputs(self) -> None:
-        """Return small outputs as copies: a job may keep losses or metrics until the step ends, across microbatches."""
+        """Return small outputs as copies: a job may keep losses or metrics until the step ends, across microbatches.
+
+        Parameters, buffers and views of them stay what they are: they change with their memory.
+        """
         consumed = {source for sample in self._samples for source in sample.sources}
         for index, entry in enumerate(self.order.entries):
             if entry is not None:
                 entry.graphs.cloned_outputs = {
                     output_index
                     for output_index, output in enumerate(entry.graphs.outputs)
-                    if output.nbytes <= MAX_CLONED_BYTES and (index, output_index) not in consumed
+                    if output.nbytes <= MAX_CLONED_BYTES
+                    and (index, output_index) not in consumed
+                    and not entry.graphs.is_from_outside(output)
                 }
 
     def _capture_forward(self, index: int, sample: Sample) -> None:

@@ -14,7 +14,7 @@ from graph_cache.guards.audit import StorageAudit, storage_of, storages_of
 from graph_cache.guards.changes import ProcessState
 from graph_cache.guards.code import Reads
 from graph_cache.guards.observation import Observation
-from graph_cache.guards.refusals import iterators_read, refused_reads
+from graph_cache.guards.refusals import gradients_read, iterators_read, refused_reads
 from graph_cache.guards.watch import ReadTensors
 from graph_cache.training.gradients import storage_users
 from graph_cache.training.side_effects import TensorHooks
@@ -104,7 +104,7 @@ def observing(
         seen.refusals.append("runs in an autocast region that holds casts of weights from before the call")
     step.exclude(state.changed)
     namespaces, unwatched = step.watch_reads(objects, step.ran)
-    seen.refusals += unwatched
+    seen.refusals += unwatched + gradients_read(namespaces, other)
     gradients = set(storages_of(step.gradients()))
     seen.read_tensors = ReadTensors(namespaces, audit.outside.keys() - arguments - gradients)
 

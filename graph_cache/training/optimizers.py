@@ -42,6 +42,11 @@ def settings_of(optimizer: Optimizer) -> Hashable:
     )
 
 
+def parts_of(optimizer: Optimizer) -> list[object]:
+    """Return the objects in which an optimizer keeps its settings and its state."""
+    return [vars(optimizer)[name] for name in ("param_groups", "state", "defaults")]
+
+
 class OptimizerState(Mapping[str, Tensor]):
     """State tensors of an optimizer (moments, steps) by name, looked up on each access.
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from graph_cache.core.addresses import AddressBook
 from graph_cache.core.capture_state import CaptureState
-from graph_cache.guards.watch import ReadTensors
+from graph_cache.guards.watch import Place, ReadTensors
 from graph_cache.training.capture_context import CaptureContext
 from graph_cache.training.compiled import without_compiling
 from graph_cache.training.microbatch_graphs import CallEntry, CallSignature, MicrobatchGraphs
@@ -143,7 +143,8 @@ class RecordedStep:
             self.addresses.watch(MainGrads(owner.scope), prefix=f"{owner.name}.main_grad of ")
             used = {address for one in captured for address in one.used}
             namespaces = [namespace for one in captured for namespace in one.namespaces]
-            self.addresses.watch(ReadTensors(namespaces, used, without=stored), trained=True)
+            known = stored | set(_places_in(owner.scope))
+            self.addresses.watch(ReadTensors(namespaces, used, registries=True, without=known), trained=True)
             for one in captured:
                 one.namespaces = []
                 owner.observed_backward(one.backward_reads)
@@ -156,3 +157,10 @@ class RecordedStep:
         """Serve no more forwards, and destroy each microbatch's graphs once its backwards are done."""
         for graphs in self.graphs_of_microbatches:
             graphs.retire()
+
+
+def _places_in(scope: nn.Module) -> Iterator[Place]:
+    """Yield the places of the parameters and buffers of a module."""
+    for module in scope.modules():
+        for registry in (module._parameters, module._buffers):
+            yield from ((id(registry), name) for name in registry)

@@ -88,7 +88,8 @@ def refuse_side_effects(
     - reads a tensor that a pre-hook computes and stores on the module: a graph would always read the first one.
 
     Objects in `ignored` may change: their state is recreated in other ways. `ran` is the code that an earlier call
-    executed; `generators` are advanced by replays. Compiled code bypasses the dispatcher, so the audit stays empty.
+    executed; `generators` are advanced by replays. On a GPU, compiled code bypasses the dispatcher, so the audit stays
+    empty.
     Without `audits`, operations are not observed either: the block repeats a run that was.
     """
     hook_computed = _with_history(scope) if scope._forward_pre_hooks else []
@@ -102,7 +103,8 @@ def refuse_side_effects(
         raise CaptureRefused(f"{name} reads the gradient of a tensor, which a replay would not read again")
     if found := refused_reads(ran, device):
         raise CaptureRefused(f"{name} {found[0]}")
-    with Observation(state, audit=audit if audits and not compiled else None) as seen:
+    sees_operations = not compiled or device.type == "cpu"  # where a capture runs compiled code uncompiled
+    with Observation(state, audit=audit if audits and sees_operations else None) as seen:
         with seen.running():
             yield Forward(audit, state)
         found = seen.changes(lambda tensor: compiled or _was_used(tensor, audit.outside))

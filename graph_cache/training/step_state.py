@@ -20,9 +20,9 @@ from graph_cache.guards.library_state import is_of_transformer_engine
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import read_by
 from graph_cache.guards.search import ANY_CODE
-from graph_cache.guards.watch import Place, Watch, gradient_hooks_of, hooks_of
+from graph_cache.guards.watch import Place, Watch, gradient_hook_functions, gradient_hooks_of, hooks_of
 from graph_cache.training.compiled import is_compiled, reached_from
-from graph_cache.training.optimizers import OptimizerState, settings_of
+from graph_cache.training.optimizers import OptimizerState, parts_of, settings_of
 from graph_cache.training.parameter_aliases import MainGrads
 
 
@@ -90,9 +90,10 @@ class StepState:
     def watch_reads(self, objects: Sequence[Any], ran: Reads) -> tuple[Sequence[Namespace], list[str]]:
         """Watch what code may read of Python state. Return the state, and why some values can't be watched.
 
-        Optimizers are left out: the signature holds their settings separately.
+        The signature holds the settings of optimizers that step inside separately.
         """
-        namespaces, unwatched = read_by(self._host_roots(objects), ran, without=(Optimizer,))
+        settings = [one for optimizer in self.optimizers.values() for one in parts_of(optimizer)]
+        namespaces, unwatched = read_by(self._host_roots(objects), ran, ignored=settings)
         self._watch.leave_out(self.modules())
         self._watch.add(namespaces, ran)
         return namespaces, unwatched if self.checks_attributes else []
@@ -204,7 +205,16 @@ class StepState:
         """Return the objects from which Python state is searched that the step reads or changes."""
         modules = [(type(module).__name__, module) for module in self.roots]
         optimizers = [(type(optimizer).__name__, optimizer) for optimizer in self.optimizers.values()]
-        return [("step", self.function), *modules, *optimizers, *[("argument", value) for value in objects]]
+        hooks = [("a hook of a gradient", hook) for hook in gradient_hook_functions(self.all_parameters())]
+        # Numbers beside the state's tensors; the signature holds the settings.
+        numbers = [
+            ("the state of an optimizer", values)
+            for optimizer in self.optimizers.values()
+            for values in optimizer.state.values()
+            if not values or not all(isinstance(value, Tensor) for value in values.values())
+        ]
+        others = [("argument", value) for value in objects]
+        return [("step", self.function), *modules, *optimizers, *hooks, *numbers, *others]
 
 
 def known_counts(state: tuple) -> tuple[int, ...]:

@@ -160,7 +160,8 @@ def train_another(now, index):
 @pytest.mark.parametrize("between", [replace_leaf, train_another])
 def test_another_trained_tensor_without_a_module_is_noticed(pool, device, between):
     stats = job(BareList, pool, device, between=between)
-    assert sum(stats.replays.values()) >= 2 and sum(stats.invalidations.values()) == 1
+    assert sum(stats.replays.values()) >= 2
+    assert sum(stats.invalidations.values()) == (between is replace_leaf)  # the other one is another call signature
 
 
 class ComputedBefore(Job):

@@ -374,3 +374,32 @@ def test_a_change_of_what_compiled_code_reads_is_noticed(in_place, length, pool,
     graphs, stats = found
     assert sum(stats.replays.values()) if length == 1 else "not compared" in stats.failures["0"]
     graphs.detach()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.linear(x) * self.calls
+
+
+def test_a_capture_beside_compiled_code_leaves_tensors_in_attributes_as_they_were(pool, device):
+    if device.type != "cpu":
+        pytest.skip("compiled kernels of a GPU are not observed")
+    torch.manual_seed(0)
+    ours = nn.Sequential(Counting(), nn.Linear(WIDTH, WIDTH))
+    reference = copy.deepcopy(ours)
+    ours[1].compile(backend="eager")
+    graphs, stats = attached(ours, [""], pool, warmup=1)
+    for index in range(5):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index))
+        found, wanted = ours(x), reference(x)
+        assert torch.equal(found, wanted) and torch.equal(ours[0].calls, reference[0].calls)
+        found.sum().backward(), wanted.sum().backward()
+    assert sum(stats.replays.values()) >= 3
+    graphs.detach()

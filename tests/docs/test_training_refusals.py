@@ -24,6 +24,8 @@ NAMING = {  # functions that return texts
     "_describe_changes",
     "_refused_host_memory",
     "higher_order_refusal",
+    "gradients_read",
+    "unknown_closures",
     "unwatched_reads",
     "optimizers_on_host",
 }
