@@ -1,7 +1,7 @@
 """Matrices of a 16-bit model on a CPU in 8 bits: weight = scale * code + low.
 
 Codes are -128..127. Inputs share a float16 scale in groups of 32 or 16, and a float16 low, the minimum that some GGUF
-types add, in groups of 32. These are the numbers of a GGUF file: exactly those of Q8_0, Q5_0 and Q5_1; factors that are
+types add, in groups of 32. These are the numbers of a GGUF file: exactly, of Q8_0, Q5_0 and Q5_1; factors that are
 products, of Q6_K and Q5_K, are rounded to float16. The compiled kernels of kernels/cpu_library.py compute with them.
 """
 
