@@ -6,6 +6,7 @@ Blocks of bytes [N, blocks, bytes] become codes [N, K]. Layouts are from ggml-qu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,17 @@ from torch import Tensor
 FourBits = tuple[Tensor, Tensor, Tensor]
 """Codes uint8 [N, K] in 0..15, scale and minimum float32 [N, K / 32]: weight = scale * code + minimum."""
 
-EightBits = tuple[Tensor, Tensor]
-"""Codes int8 [N, K], and scales float16 [N, K / 32] or [N, K / 16]: weight = scale * code. A scale of Q6_K is a product
-that is rounded to float16."""
+EightBits = tuple[Tensor, Tensor, Tensor | None]
+"""Codes int8 [N, K], scales float16 [N, K / 32] or [N, K / 16], and minima float16 [N, K / 32] or None for 0:
+weight = scale * code + minimum. Factors that are products (Q5_K, Q6_K) are rounded to float16."""
+
+
+class Codes(NamedTuple):
+    """The codes of a type: their bits in memory, the inputs that share a scale, and whether there are minima."""
+
+    bits: int
+    group: int = 32
+    has_lows: bool = False
 
 
 def _float16(blocks: Tensor, start: int, count: int = 1) -> Tensor:
@@ -41,28 +50,51 @@ def read_q4_1(blocks: Tensor) -> FourBits:
     return _halves(blocks[:, :, 4:], 16), scale.contiguous(), low.contiguous()
 
 
-def read_q4_k(blocks: Tensor) -> FourBits:
-    """Read blocks of 256 weights: factors of all scales and minima, then 6 bits for each of 8 groups, and codes."""
+def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and minima float32 [N, K / 32] of blocks of 256 weights: two factors, and 6 bits for each."""
     factors, packed = _float16(blocks, 0, 2), blocks[:, :, 4:16]
     first, second, third = packed.split(4, dim=2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=2)
     lows = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=2)
     scale, low = factors[:, :, :1] * scales.float(), factors[:, :, 1:] * lows.float()
-    return _halves(blocks[:, :, 16:], 32), scale.flatten(1), -low.flatten(1)
+    return scale.flatten(1), -low.flatten(1)
+
+
+def read_q4_k(blocks: Tensor) -> FourBits:
+    """Read blocks of 256 weights: factors, and codes."""
+    return _halves(blocks[:, :, 16:], 32), *_factors(blocks)
+
+
+def read_q5_k(blocks: Tensor) -> EightBits:
+    """Read blocks of 256 weights: factors, the fifth bits of codes, bit j of byte i for weight 32 j + i, and codes."""
+    low = _halves(blocks[:, :, 48:], 32).view(blocks.shape[0], -1, 8, 32)
+    high = blocks[:, :, 16:48].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
+    scale, least = _factors(blocks)
+    return (low | high << 4).to(torch.int8).view(blocks.shape[0], -1), scale.half(), least.half()
 
 
 def read_q8_0(blocks: Tensor) -> EightBits:
     """Read blocks of 32 weights: a scale, and codes."""
     codes = blocks[:, :, 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1)
-    return codes, _float16(blocks, 0).flatten(1).half()
+    return codes, _float16(blocks, 0).flatten(1).half(), None
+
+
+def _with_fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """Return codes int8 [N, K] in 0..31 of blocks of 32: from a byte on, their fifth bits, then the other four."""
+    low = _halves(blocks[:, :, start + 4 :], 16).view(blocks.shape[0], -1, 4, 8)
+    high = blocks[:, :, start : start + 4].unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
+    return (low | high << 4).to(torch.int8).view(blocks.shape[0], -1)
 
 
 def read_q5_0(blocks: Tensor) -> EightBits:
-    """Read blocks of 32 weights: a scale, the fifth bits of all codes, and their other bits. 16 is subtracted."""
-    low = _halves(blocks[:, :, 6:], 16).view(blocks.shape[0], -1, 4, 8)
-    high = blocks[:, :, 2:6].unsqueeze(3) >> torch.arange(8, dtype=torch.uint8) & 1
-    codes = (low | high << 4).to(torch.int8) - 16
-    return codes.view(blocks.shape[0], -1), _float16(blocks, 0).flatten(1).half()
+    """Read blocks of 32 weights: a scale, and codes from which 16 is subtracted."""
+    return _with_fifth_bits(blocks, 2) - 16, _float16(blocks, 0).flatten(1).half(), None
+
+
+def read_q5_1(blocks: Tensor) -> EightBits:
+    """Read blocks of 32 weights: a scale, a minimum, and codes."""
+    scale, low = _float16(blocks, 0, 2).half().unbind(2)
+    return _with_fifth_bits(blocks, 4), scale, low
 
 
 def read_q6_k(blocks: Tensor) -> EightBits:
@@ -73,14 +105,24 @@ def read_q6_k(blocks: Tensor) -> EightBits:
     high = blocks[:, :, 128:192].view(rows, count, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1) & 3
     codes = (low | high << 4).to(torch.int8) - 32
     scales = blocks[:, :, 192:208].contiguous().view(torch.int8).float() * _float16(blocks, 208)
-    return codes.view(rows, -1), scales.flatten(1).half()
+    return codes.view(rows, -1), scales.flatten(1).half(), None
+
+
+def in_8_bits(found: FourBits) -> EightBits:
+    """Return codes of 4 bits in 8: of a matrix that is stored together with others of 8 bits."""
+    codes, scale, low = found
+    return codes.to(torch.int8), scale.half(), low.half()
 
 
 FOUR_BITS: dict[int, Callable[[Tensor], FourBits]] = {2: read_q4_0, 3: read_q4_1, 12: read_q4_k}
 """The readers of types with codes of 4 bits, by GGMLQuantizationType."""
 
-EIGHT_BITS: dict[int, Callable[[Tensor], EightBits]] = {6: read_q5_0, 8: read_q8_0, 14: read_q6_k}
-"""The readers of types whose codes fit 8 bits, without a minimum."""
+EIGHT_BITS: dict[int, Callable[[Tensor], EightBits]] = {
+    6: read_q5_0, 7: read_q5_1, 8: read_q8_0, 13: read_q5_k, 14: read_q6_k,
+}  # fmt: skip
+"""The readers of types whose codes have 5 to 8 bits."""
 
-SMALL_GROUPS = (14,)
-"""Types of EIGHT_BITS with a scale per 16 inputs instead of 32."""
+CODES = {kind: Codes(4, has_lows=True) for kind in FOUR_BITS} | {
+    6: Codes(8), 7: Codes(8, has_lows=True), 8: Codes(8), 13: Codes(8, has_lows=True), 14: Codes(8, group=16),
+}  # fmt: skip
+"""What the readers give."""

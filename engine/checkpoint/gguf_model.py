@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.gguf_codes import EIGHT_BITS, FOUR_BITS, SMALL_GROUPS, EightBits, FourBits
+from engine.checkpoint.gguf_codes import CODES, EIGHT_BITS, FOUR_BITS, Codes, EightBits, FourBits, in_8_bits
 from engine.checkpoint.gguf_families import NAMES, family_of, rotated_fraction
 from engine.checkpoint.gguf_file import END_TOKENS, GGUFFile
 from engine.checkpoint.gguf_keys import ArchitectureKeys
@@ -134,37 +134,32 @@ class GGUFModel:
             if name not in without:
                 yield name, self.weight(name)
 
-    def codes_of(self, name: str) -> str | None:
-        """Return how CPUs can store weight `name` with the codes that it has.
-
-        "int4" (see `four_bits`), "int8" (see `eight_bits`), "int8/16" with a scale per 16 inputs, or None.
-        """
-        kind = self._type_of(name)
-        if kind in FOUR_BITS:
-            return "int4"
-        return None if kind not in EIGHT_BITS else "int8/16" if kind in SMALL_GROUPS else "int8"
+    def codes_of(self, name: str) -> Codes | None:
+        """Return the codes with which CPUs can store weight `name`; None: it has none, or none that they can use."""
+        return CODES.get(self._type_of(name) or 0)
 
     def stored_format(self) -> str | None:
-        """Return "int4" if most matrices have codes of 4 bits, "int8" if most have 4 or 8 bits, or None."""
+        """Return "int4" if most matrices have codes of 4 bits, "int8" if most have codes, or None."""
         matrices = sum(len(info.shape) == 2 for info in self.file.tensors.values())
-        kinds = [self.codes_of(name) for name in self._weights]
-        if 2 * kinds.count("int4") > matrices:
+        bits = [codes.bits for name in self._weights if (codes := self.codes_of(name)) is not None]
+        if 2 * bits.count(4) > matrices:
             return "int4"
-        return "int8" if 2 * (len(kinds) - kinds.count(None)) > matrices else None
+        return "int8" if 2 * len(bits) > matrices else None
 
     def four_bits(self, name: str) -> FourBits:
-        """Return the codes, scales and minima of an "int4" weight, with rows in the checkpoint's order."""
+        """Return the codes, scales and minima of a weight with codes of 4 bits, in the checkpoint's order of rows."""
         weight = self._weights[name]
         codes, scale, low = FOUR_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
         return weight.arrange(codes), weight.arrange(scale), weight.arrange(low)
 
     def eight_bits(self, name: str) -> EightBits:
-        """Return the codes and scales of an "int8" weight, with rows in the checkpoint's order."""
-        weight = self._weights[name]
-        codes, scale = EIGHT_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
-        if not bool(scale.isfinite().all()):
-            raise ModelError(f"{self.file.path}: {weight.sources[0]!r} has a scale beyond float16; download it again")
-        return weight.arrange(codes), weight.arrange(scale)
+        """Return the codes, scales and minima of a weight that has codes, in the checkpoint's order of rows."""
+        weight, kind = self._weights[name], self._type_of(name) or 0
+        blocks = self.file.blocks(weight.sources[0])
+        codes, scale, low = EIGHT_BITS[kind](blocks) if kind in EIGHT_BITS else in_8_bits(FOUR_BITS[kind](blocks))
+        if not all(one is None or bool(one.isfinite().all()) for one in (scale, low)):
+            raise ModelError(f"{self.file.path}: {weight.sources[0]!r} has factors beyond float16; download it again")
+        return weight.arrange(codes), weight.arrange(scale), None if low is None else weight.arrange(low)
 
     def _type_of(self, name: str) -> int | None:
         """Return the type of a matrix that has the rows of one tensor of the file; None for other weights."""

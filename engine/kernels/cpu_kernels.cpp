@@ -275,9 +275,14 @@ inline void int4_block(const Rows& rows, const char* packed, const char* scales,
 
 // A group of SIZE inputs of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are
 // exact in float32, and the codes in bfloat16.
+// `lows` are minima of the groups, of 32 inputs, or null.
 template <int M, int64_t SIZE>
-inline void int8_block(const Rows& rows, const char* codes, const char* scales, Floats* sums) {
+inline void int8_block(const Rows& rows, const char* codes, const char* scales, const char* lows, Floats* sums) {
   for (int m = 0; m < M; m++) sums[m] = Floats();
+  for (int64_t g = 0; lows && g < rows.inputs / GROUP; g++) {
+    const Floats low = Floats::from_float16(lows + 2 * LANES * g);
+    for (int m = 0; m < M; m++) sums[m].add_product(low, rows.sums[m * (rows.inputs / GROUP) + g]);
+  }
   for (int64_t first = 0; first < rows.inputs; first += SIZE, scales += 2 * LANES) {
     Floats part[M], other[M];
     for (int64_t k = first; k < first + SIZE; k += 4, codes += 4 * LANES) {
@@ -376,23 +381,29 @@ int64_t group_size(const Tensor& codes, const Tensor& scales) {
   return size;
 }
 
+// The float16 minima of the groups of 32 inputs; null if there are none.
+const char* minima_of(const Tensor& codes, const std::optional<Tensor>& lows) {
+  return lows ? dense(*lows, ScalarType::Half, codes.numel() / GROUP, "lows don't fit codes") : nullptr;
+}
+
 // out [M, N] float32 = x [M, K] bfloat16 times the transposed 8-bit weight, whose blocks may have more rows than N.
-void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales) {
+void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales, std::optional<Tensor> lows) {
   const Matrix from(x, ScalarType::BFloat16, "x must be a bfloat16 matrix with contiguous rows");
   const Matrix to(out, ScalarType::Float, "out must be a float32 matrix with contiguous rows");
   const int64_t inputs = from.columns, outputs = to.columns, blocks = (outputs + LANES - 1) / LANES;
   require(to.rows == from.rows && inputs % GROUP == 0, "sizes of x and out don't fit 8 bits");
   const char* bytes = dense(codes, ScalarType::Char, blocks * LANES * inputs, "codes don't fit x and out");
   const int64_t size = group_size(codes, scales);
-  const char* halves = static_cast<const char*>(scales.data_ptr());
+  const char *halves = static_cast<const char*>(scales.data_ptr()), *minima = minima_of(codes, lows);
   for_each_block(
       from, blocks,
       [&](auto count, const Rows& rows, int64_t b, Floats* sums) {
         const char *some = bytes + b * LANES * inputs, *theirs = halves + b * LANES * inputs / size * 2;
+        const char* least = minima ? minima + b * LANES * inputs / GROUP * 2 : nullptr;
         if (size == GROUP)
-          int8_block<count(), GROUP>(rows, some, theirs, sums);
+          int8_block<count(), GROUP>(rows, some, theirs, least, sums);
         else
-          int8_block<count(), GROUP / 2>(rows, some, theirs, sums);
+          int8_block<count(), GROUP / 2>(rows, some, theirs, least, sums);
       },
       [&](int64_t row, int64_t first, float* sums) {
         float* target = reinterpret_cast<float*>(to.data) + row * to.stride + first;
@@ -401,7 +412,7 @@ void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales) {
 }
 
 // out [T, K] bfloat16 = the rows ids [T] int64 of an 8-bit weight.
-void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
+void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales, std::optional<Tensor> lows) {
   const Matrix to(out, ScalarType::BFloat16, "out must be a bfloat16 matrix with contiguous rows");
   const int64_t inputs = to.columns;
   require(inputs > 0 && inputs % GROUP == 0, "the width of out doesn't fit 8 bits");
@@ -409,16 +420,17 @@ void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
   const int64_t stored = codes.numel() / inputs;
   const char* bytes = dense(codes, ScalarType::Char, stored * inputs, "codes don't fit out");
   const int64_t size = group_size(codes, scales);
-  const char* halves = static_cast<const char*>(scales.data_ptr());
+  const char *halves = static_cast<const char*>(scales.data_ptr()), *minima = minima_of(codes, lows);
   for (int64_t t = 0; t < to.rows; t++) {
     require(rows[t] >= 0 && rows[t] < stored, "index out of range");
     const int64_t b = rows[t] / LANES, lane = rows[t] % LANES;
     uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + t * to.stride;
     for (int64_t g = 0; g < inputs / size; g++) {
-      float scale[LANES];
+      float scale[LANES], low[LANES] = {};
       Floats::from_float16(halves + 2 * LANES * (b * inputs / size + g)).store(scale);
+      if (minima) Floats::from_float16(minima + 2 * LANES * (b * inputs / GROUP + g * size / GROUP)).store(low);
       for (int64_t k = g * size; k < (g + 1) * size; k++)
-        target[k] = to_bfloat16(scale[lane] * float(int8_t(bytes[(b * inputs + k) * LANES + lane])));
+        target[k] = to_bfloat16(scale[lane] * float(int8_t(bytes[(b * inputs + k) * LANES + lane])) + low[lane]);
     }
   }
 }
@@ -843,8 +855,8 @@ void silu_mul(Tensor out, Tensor gate, Tensor up) {
 
 STABLE_TORCH_LIBRARY(encore_cpu, m) {
   m.def("int4_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> ()");
-  m.def("int8_linear(Tensor(a!) out, Tensor x, Tensor codes, Tensor scales) -> ()");
-  m.def("int8_rows(Tensor(a!) out, Tensor ids, Tensor codes, Tensor scales) -> ()");
+  m.def("int8_linear(Tensor(a!) out, Tensor x, Tensor codes, Tensor scales, Tensor? lows) -> ()");
+  m.def("int8_rows(Tensor(a!) out, Tensor ids, Tensor codes, Tensor scales, Tensor? lows) -> ()");
   m.def(
       "paged_decode(Tensor(a!) out, Tensor(b!) k_pages, Tensor(c!) v_pages, Tensor q, Tensor k, Tensor v, "
       "Tensor tables, Tensor rows, Tensor positions, float scale, int window) -> ()");

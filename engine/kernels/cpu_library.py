@@ -213,17 +213,17 @@ def int4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) 
     return out
 
 
-def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, outputs: int) -> Tensor:
+def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, lows: Tensor | None = None) -> Tensor:
     """Return x Wᵀ in float32 [M, outputs] of bfloat16 x [M, K] and an 8-bit W, in the layout of int8_table.py."""
     out = torch.empty(x.shape[0], outputs, dtype=torch.float32)
-    torch.ops.encore_cpu.int8_linear(out, _with_contiguous_rows(x), codes, scales)
+    torch.ops.encore_cpu.int8_linear(out, _with_contiguous_rows(x), codes, scales, lows)
     return out
 
 
-def int8_rows(ids: Tensor, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
+def int8_rows(ids: Tensor, codes: Tensor, scales: Tensor, inputs: int, lows: Tensor | None = None) -> Tensor:
     """Return rows ids int64 [T] of an 8-bit W [N, inputs] in bfloat16 [T, inputs]. Raises RuntimeError for bad ids."""
     out = torch.empty(ids.shape[0], inputs, dtype=torch.bfloat16)
-    torch.ops.encore_cpu.int8_rows(out, ids.contiguous(), codes, scales)
+    torch.ops.encore_cpu.int8_rows(out, ids.contiguous(), codes, scales, lows)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights in groups of 32 or 16 inputs, for CPUs: see int8_table.py.
+"""Linear layers with 8-bit weights in groups of inputs, for CPUs: see int8_table.py.
 
 Activations are bfloat16. The compiled kernels of kernels/cpu_library.py compute them.
 """
@@ -26,16 +26,16 @@ def fits_int8(inputs: int) -> bool:
 class Int8Weight(WeightMethod):
     """8-bit W [outputs, inputs] on a CPU: the `table` of a bfloat16 layer.
 
-    `group`: how many inputs share a scale, 32 or 16. With `keep_dense`, a bfloat16 copy of W, the parameter `weight`,
+    `group` and `has_lows`: as in Int8Table. With `keep_dense`, a bfloat16 copy of W, the parameter `weight`,
     computes calls with more than DENSE_ABOVE rows, as in Int4Weight.
     """
 
-    def __init__(self, *, keep_dense: bool, group: int = GROUP):
-        self.keep_dense, self.group = keep_dense, group
+    def __init__(self, *, keep_dense: bool, group: int = GROUP, has_lows: bool = False):
+        self.keep_dense, self.group, self.has_lows = keep_dense, group, has_lows
 
     def create(self, layer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         rows, inputs = shape
-        layer.table = Int8Table(rows, inputs, self.group)
+        layer.table = Int8Table(rows, inputs, self.group, self.has_lows)
         layer.weight = None
         if self.keep_dense:
             layer.weight = nn.Parameter(torch.empty(rows, inputs, dtype=torch.bfloat16), requires_grad=False)
@@ -43,22 +43,23 @@ class Int8Weight(WeightMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.weight is not None and x.shape[0] > DENSE_ABOVE:
             return F.linear(x, layer.weight, bias)
-        out = int8_linear(x, layer.table.codes, layer.table.scales, layer.table.rows)
+        table = layer.table
+        out = int8_linear(x, table.codes, table.scales, table.rows, table.lows)
         return (out if bias is None else out.add_(bias)).bfloat16()
 
     def linear_weight(self, layer: Any) -> LinearWeight:
-        return LinearWeight(layer.table.codes, "cpu_int8", layer.table.scales)
+        return LinearWeight(layer.table.codes, "cpu_int8", layer.table.scales, layer.table.lows)
 
     def slots(self, layer: Any, start: int, rows: int, expert: int | None = None) -> dict[str, Stored]:
         return {"weight": Stored(_LayerSlot(layer, start, rows), 0, 1)}
 
 
-def load_codes(layer: Any, codes: Tensor, scales: Tensor, start: int = 0) -> None:
-    """Set rows of a layer from `start` on in place: codes int8 [N, K], scales float16 [N, K / 32] or [N, K / 16]."""
+def load_codes(layer: Any, codes: Tensor, scales: Tensor, lows: Tensor | None = None, *, start: int = 0) -> None:
+    """Set rows of a layer from `start` on in place, as `Int8Table.store` does."""
     with torch.no_grad():
-        layer.table.store(codes, scales, start)
+        layer.table.store(codes, scales, lows, start=start)
         if layer.weight is not None:
-            layer.weight[start : start + len(codes)] = dequantize_int8(codes, scales)
+            layer.weight[start : start + len(codes)] = dequantize_int8(codes, scales, lows)
 
 
 class _LayerSlot(Int8Slot):

@@ -1,7 +1,8 @@
-"""Matrices of a 16-bit model on a CPU in 8 bits: weight = scale * code, with a scale per 32 or 16 inputs.
+"""Matrices of a 16-bit model on a CPU in 8 bits: weight = scale * code + low.
 
-These are the numbers of a GGUF file in Q8_0, exactly: codes -128..127 and float16 scales. A head reads 8.5 bits per
-weight in each step, instead of 32 in float32. The compiled kernels of kernels/cpu_library.py compute with them.
+Codes are -128..127. Inputs share a float16 scale in groups of 32 or 16, and a float16 low, the minimum that some GGUF
+types add, in groups of 32. These are the numbers of a GGUF file: exactly, of Q8_0, Q5_0 and Q5_1; factors that are
+products, of Q6_K and Q5_K, are rounded to float16. The compiled kernels of kernels/cpu_library.py compute with them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ LANES = 16  # rows of a block
 class Int8Table(nn.Module):
     """A table W [rows, inputs] in the order in which the kernels read it: blocks of 16 rows, the last one padded.
 
-    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / group, 16]; `group` is 32 or 16. Raises
-    ModelError for inputs that aren't a multiple of 32.
+    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / group, 16] with a `group` of 32 or 16, and
+    `lows` float16 [blocks, inputs / 32, 16] or None. Raises ModelError for inputs that aren't a multiple of 32.
     """
 
     codes: Tensor
     scales: Tensor
+    lows: Tensor | None
 
-    def __init__(self, rows: int, inputs: int, group: int = GROUP):
+    def __init__(self, rows: int, inputs: int, group: int = GROUP, has_lows: bool = False):
         super().__init__()
         if inputs % GROUP:
             raise ModelError(f"a table of {rows} x {inputs} can't be stored in 8 bits: inputs must be a multiple of 32")
@@ -38,21 +40,28 @@ class Int8Table(nn.Module):
         blocks = -(-rows // LANES)
         self.register_buffer("codes", torch.zeros(blocks, inputs, LANES, dtype=torch.int8))
         self.register_buffer("scales", torch.zeros(blocks, inputs // group, LANES, dtype=torch.float16))
+        lows = torch.zeros(blocks, inputs // GROUP, LANES, dtype=torch.float16) if has_lows else None
+        self.register_buffer("lows", lows)
 
-    def store(self, codes: Tensor, scales: Tensor, start: int = 0) -> None:
-        """Set rows from `start` on in place: codes int8 [rows, inputs], scales float16 [rows, inputs / group].
+    def store(self, codes: Tensor, scales: Tensor, lows: Tensor | None = None, *, start: int = 0) -> None:
+        """Set rows from `start` on in place.
 
-        Scales of larger groups than the table's are repeated.
+        codes int8 [rows, inputs], scales float16 [rows, inputs / group] or of larger groups, lows float16
+        [rows, inputs / 32]; None: all are 0.
         """
         scales = scales.repeat_interleave(self.scales.shape[1] // scales.shape[1], dim=1)
         rows = torch.arange(start, start + len(codes))
-        for stored, values in ((self.codes, codes), (self.scales, scales)):
-            stored.transpose(1, 2)[rows // LANES, rows % LANES] = values
+        for stored, values in ((self.codes, codes), (self.scales, scales), (self.lows, 0 if lows is None else lows)):
+            if stored is not None:
+                stored.transpose(1, 2)[rows // LANES, rows % LANES] = values
 
-    def load(self) -> tuple[Tensor, Tensor]:
-        """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / group]."""
-        codes, scales = (one.transpose(1, 2).flatten(0, 1)[: self.rows] for one in (self.codes, self.scales))
-        return codes, scales
+    def load(self) -> Tensor:
+        """Return the weight as a new float32 tensor [rows, inputs]."""
+        lows = None if self.lows is None else self._rows(self.lows)
+        return dequantize_int8(self._rows(self.codes), self._rows(self.scales), lows)
+
+    def _rows(self, stored: Tensor) -> Tensor:
+        return stored.transpose(1, 2).flatten(0, 1)[: self.rows]
 
 
 def quantize_int8(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
@@ -72,10 +81,11 @@ def quantize_int8(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8).view(weight.shape), scales
 
 
-def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight float32 [N, K] of codes [N, K] and scales [N, K / group], exactly."""
+def dequantize_int8(codes: Tensor, scales: Tensor, lows: Tensor | None = None) -> Tensor:
+    """Return the weight float32 [N, K] of codes [N, K], scales [N, K / group] and lows [N, K / 32], exactly."""
     groups = codes.view(*scales.shape, -1).float()
-    return (groups * scales.float().unsqueeze(2)).view(codes.shape)
+    weight = (groups * scales.float().unsqueeze(2)).view(codes.shape)
+    return weight if lows is None else weight + lows.float().repeat_interleave(GROUP, dim=1)
 
 
 class Int8Slot:
@@ -96,7 +106,7 @@ class Int8Slot:
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
         with torch.no_grad():
-            self.table.store(*quantize_int8(tensor.to(device="cpu"), self.table.group), self.start)
+            self.table.store(*quantize_int8(tensor.to(device="cpu"), self.table.group), start=self.start)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole checkpoint tensor that is stored here: all of it."""
@@ -104,8 +114,7 @@ class Int8Slot:
 
     def read(self) -> Tensor:
         """Return a dequantised copy in `dtype`."""
-        codes, scales = (one[self.start : self.start + self.rows] for one in self.table.load())
-        return dequantize_int8(codes, scales).to(self.dtype)
+        return self.table.load()[self.start : self.start + self.rows].to(self.dtype)
 
 
 class Int8Embedding(nn.Module):
@@ -116,7 +125,8 @@ class Int8Embedding(nn.Module):
         self.table = table
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return int8_rows(token_ids, self.table.codes, self.table.scales, self.table.inputs)
+        table = self.table
+        return int8_rows(token_ids, table.codes, table.scales, table.inputs, table.lows)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the table's Hugging Face name to its slot."""
@@ -133,12 +143,13 @@ class Int8Head(nn.Module):
         self.table = table
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.table.codes, self.table.scales, self.table.rows)
+        table = self.table
+        return int8_linear(x, table.codes, table.scales, table.rows, table.lows)
 
     @property
     def linear_weight(self) -> LinearWeight:
         """The weight as kernels read it."""
-        return LinearWeight(self.table.codes, "cpu_int8", self.table.scales)
+        return LinearWeight(self.table.codes, "cpu_int8", self.table.scales, self.table.lows)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """Map the weight's Hugging Face name to its slot."""

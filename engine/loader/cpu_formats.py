@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from engine.checkpoint.gguf_codes import Codes
 from engine.checkpoint.gguf_file import open_gguf
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.config import CPU_WEIGHT_FORMATS
@@ -36,9 +37,6 @@ _DTYPE_OF_FORMAT = {
     "int4": torch.bfloat16,
     "int8": torch.bfloat16,  # of a file whose codes are kept; no setting
 }
-
-_GROUPS = {"int8": GROUP, "int8/16": GROUP // 2}
-"""Inputs that share a scale, by the names of codes of 8 bits; see GGUFModel.codes_of."""
 
 KEEP_DENSE_BYTES = 1 << 30
 """A 4-bit model also keeps its bfloat16 matrices, for prefill, if they are no larger than this in total."""
@@ -168,8 +166,8 @@ def load_gguf(
     return config, model
 
 
-def _all_int4(name: str) -> str | None:
-    return "int4"
+def _all_in_4_bits(name: str) -> Codes | None:
+    return Codes(4)
 
 
 def build_low_bit_model(
@@ -178,16 +176,16 @@ def build_low_bit_model(
     max_len: int | None = None,
     parallel: TensorParallel = SINGLE_RANK,
     *,
-    codes_of: Callable[[str], str | None] = _all_int4,
+    codes_of: Callable[[str], Codes | None] = _all_in_4_bits,
     keep_dense: bool | None = None,
 ) -> Decoder:
     """Create an uninitialised model on the CPU whose projections are stored in 4 or 8 bits, if their shapes allow it.
 
     Writing to their slots quantises (lossy). `codes_of` tells how a checkpoint tensor is stored: see GGUFModel. All
-    parts of a fused projection must have 4 bits, or 8. Embedding and head are not quantised further than in the
-    checkpoint: a head in 8 bits, and the embedding if it is tied to it, keeps them if the kernels are compiled; another
-    head gets float32 storage. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises ModelError for a model with experts
-    or that is not a Decoder.
+    parts of a fused projection must have codes; if some have 4 bits and some 8, all get 8. Embedding and head are not
+    quantised further than in the checkpoint: a head in 8 bits, and the embedding if it is tied to it, keeps them if the
+    kernels are compiled; another head gets float32 storage. `keep_dense` None: decide by KEEP_DENSE_BYTES. Raises
+    ModelError for a model with experts or that is not a Decoder.
     """
     if config.num_experts:
         raise ModelError(
@@ -196,15 +194,16 @@ def build_low_bit_model(
         )
     keep = _dense_copies_fit(config, parallel) if keep_dense is None else keep_dense
     in_4_bits = Int4Weight(keep_dense=keep)
-    in_8_bits = {group: Int8Weight(keep_dense=keep, group=group) for group in _GROUPS.values()}
 
     def choose(prefix: str, parts: Mapping[str, int], inputs: int) -> WeightMethod:
-        found = {codes_of(f"{prefix}.{part}.weight") for part in parts}
-        if found == {"int4"} and fits_int4(sum(parts.values()), inputs):
-            return in_4_bits
-        if found <= _GROUPS.keys() and fits_int8(inputs):
-            return in_8_bits[min(_GROUPS[str(one)] for one in found)]
-        return PLAIN
+        found = [codes_of(f"{prefix}.{part}.weight") for part in parts]
+        codes = [one for one in found if one is not None]
+        if len(codes) < len(found):
+            return PLAIN
+        if all(one.bits == 4 for one in codes):
+            return in_4_bits if fits_int4(sum(parts.values()), inputs) else PLAIN
+        group, has_lows = min(one.group for one in codes), any(one.has_lows for one in codes)
+        return Int8Weight(keep_dense=keep, group=group, has_lows=has_lows) if fits_int8(inputs) else PLAIN
 
     model = build_model(config, dtype, "cpu", max_len, parallel, choose)
     assert isinstance(model, Decoder)  # else build_model refuses the methods
@@ -213,15 +212,15 @@ def build_low_bit_model(
     return model
 
 
-def _store_head_in_8_bits(model: Decoder, codes_of: Callable[[str], str | None]) -> bool:
+def _store_head_in_8_bits(model: Decoder, codes_of: Callable[[str], Codes | None]) -> bool:
     """Replace the head, and the embedding if it is tied to it, by empty ones in 8 bits; return whether that is done."""
     config = model.config
     tensor = f"{config.names.embedding}.weight" if config.tie_word_embeddings else f"{config.names.head}.weight"
     fits = config.hidden_size % GROUP == 0 and not config.head_bias and model.dtype == torch.bfloat16
     codes = codes_of(tensor)
-    if not fits or codes not in _GROUPS or not cpu_kernels_loaded():
+    if not fits or codes is None or codes.bits != 8 or not cpu_kernels_loaded():
         return False
-    table = Int8Table(config.vocab_size, config.hidden_size, _GROUPS[codes])
+    table = Int8Table(config.vocab_size, config.hidden_size, codes.group, codes.has_lows)
     model.add_module("lm_head", Int8Head(table))
     if config.tie_word_embeddings:
         model.add_module("embedding", Int8Embedding(table))
@@ -263,7 +262,7 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
         if isinstance(layer.method, Int8Weight):
             starts = itertools.accumulate(layer.parts.values(), initial=0)
             for name, start in zip(tensors, starts, strict=False):
-                int8.load_codes(layer, *source.eight_bits(name), start)
+                int8.load_codes(layer, *source.eight_bits(name), start=start)
             return
         codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.four_bits, tensors), strict=True))
         int4.load_codes(layer, codes, scale, low + 8 * scale)

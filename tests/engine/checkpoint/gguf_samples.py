@@ -110,11 +110,13 @@ def write_gguf(
     embedding_rows: int | None = None,
     extra: dict[str, np.ndarray] | None = None,
     tokens: dict[str, int] | None = None,
+    kinds: dict[str, Kind] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write a model to `path` and return its weights by Hugging Face name, after quantisation.
 
     `metadata` adds or replaces keys under the architecture's prefix, `drop` omits tensors and `extra` adds tensors
     (both by GGUF name), `embedding_rows` truncates the embedding, `tokens` adds ids of special tokens.
+    `kinds`: types of matrices by their GGUF name within a layer, instead of `matrices`.
     """
     writer = gguf.GGUFWriter(path, architecture)
     numbers = {
@@ -140,6 +142,7 @@ def write_gguf(
         heads = {"q_proj": SIZES["heads"], "k_proj": SIZES["kv_heads"]}.get(name.split(".")[-2])
         permuted = architecture == "llama" and heads is not None
         kind = Kind.F32 if weight.ndim == 1 else embedding if "embed_tokens" in name else matrices
+        kind = (kinds or {}).get(gguf_name(name).split(".")[-2], kind)
         values = (llama_cpp_order(weight, heads) if permuted else weight).numpy()
         raw = gguf.quants.quantize(np.ascontiguousarray(values), kind)
         if gguf_name(name) not in drop:

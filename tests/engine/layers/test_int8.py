@@ -14,7 +14,7 @@ from engine import Engine, EngineConfig
 from engine.errors import ModelError
 from engine.kernels.cpu_library import cpu_kernels_loaded
 from engine.layers import int8
-from engine.layers.int4 import DENSE_ABOVE
+from engine.layers.int4 import DENSE_ABOVE, Int4Weight
 from engine.layers.int8 import Int8Weight
 from engine.layers.int8_table import dequantize_int8
 from engine.layers.linear import Linear
@@ -26,28 +26,29 @@ pytestmark = pytest.mark.skipif(not cpu_kernels_loaded(), reason="needs a C++ co
 
 
 def layer_of(
-    parts: dict[str, int], inputs: int, bias: bool, keep_dense: bool, group: int = 32
+    parts: dict[str, int], inputs: int, bias: bool, keep_dense: bool, group: int = 32, has_lows: bool = False
 ) -> tuple[Linear, torch.Tensor]:
     """Return a layer with random codes, and its weight in float32."""
-    method, rows = Int8Weight(keep_dense=keep_dense, group=group), sum(parts.values())
+    method, rows = Int8Weight(keep_dense=keep_dense, group=group, has_lows=has_lows), sum(parts.values())
     layer = Linear(parts, inputs, bias=bias, dtype=torch.bfloat16, device=torch.device("cpu"), method=method)
     if bias:
         layer.bias.copy_(torch.randn(rows))
     codes = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
     scales = (torch.rand(rows, inputs // group) * 0.01).half()
-    int8.load_codes(layer, codes, scales)
-    return layer, dequantize_int8(codes, scales)
+    lows = torch.randn(rows, inputs // 32).mul(0.1).half() if has_lows else None
+    int8.load_codes(layer, codes, scales, lows)
+    return layer, dequantize_int8(codes, scales, lows)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     outputs=st.integers(1, 70), groups=st.integers(1, 5), rows=st.integers(1, 2 * DENSE_ABOVE), bias=st.booleans(),
-    keep_dense=st.booleans(), group=st.sampled_from([16, 32]),
+    keep_dense=st.booleans(), group=st.sampled_from([16, 32]), has_lows=st.booleans(),
 )  # fmt: skip
 def test_products_are_right_for_every_shape(
-    outputs: int, groups: int, rows: int, bias: bool, keep_dense: bool, group: int
+    outputs: int, groups: int, rows: int, bias: bool, keep_dense: bool, group: int, has_lows: bool
 ) -> None:
-    layer, weight = layer_of({"a": outputs}, 32 * groups, bias, keep_dense, group)
+    layer, weight = layer_of({"a": outputs}, 32 * groups, bias, keep_dense, group, has_lows)
     x = torch.randn(rows, 32 * groups).bfloat16()
     wanted = x.double() @ weight.double().T + (layer.bias.double() if bias else 0)
     # one rounding of the product, and of each weight in the dense copy
@@ -55,9 +56,9 @@ def test_products_are_right_for_every_shape(
     assert bool(((layer(x).double() - wanted).abs() <= 2.0**-8 * bound + 1e-6).all())
 
 
-@pytest.mark.parametrize("group", [16, 32])
-def test_a_row_has_the_same_bits_in_every_batch(group: int) -> None:
-    layer, _ = layer_of({"a": 48}, 96, bias=True, keep_dense=False, group=group)
+@pytest.mark.parametrize(("group", "has_lows"), [(16, False), (32, True)])
+def test_a_row_has_the_same_bits_in_every_batch(group: int, has_lows: bool) -> None:
+    layer, _ = layer_of({"a": 48}, 96, bias=True, keep_dense=False, group=group, has_lows=has_lows)
     x = torch.randn(40, 96).bfloat16()
     whole = layer(x)
     for start, stop in ((0, 1), (3, 12), (17, 40)):
@@ -103,6 +104,17 @@ def test_a_file_in_q8_0_keeps_its_codes(tmp_path: Path, architecture: str) -> No
     assert methods(model) == {Int8Weight}
     for name, slot in model.weight_slots().items():
         assert torch.equal(slot.read().float(), weights[name].bfloat16().float()), name
+
+
+def test_parts_of_4_and_8_bits_are_stored_in_8(tmp_path: Path) -> None:
+    """As in files of Q4_K_M, in which v has more bits than q and k."""
+    kinds = {"attn_v": Kind.Q8_0, "ffn_up": Kind.Q5_1}
+    weights = write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1, embedding=Kind.Q8_0, kinds=kinds)
+    model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1]
+    assert methods(model) == {Int8Weight, Int4Weight}
+    for name, slot in model.weight_slots().items():
+        found, wanted = slot.read().float(), weights[name]
+        assert (found - wanted).abs().max() <= 2.0**-7 * wanted.abs().max(), name
 
 
 def test_without_kernels_such_a_file_is_stored_in_16_bits(tmp_path: Path, monkeypatch) -> None:

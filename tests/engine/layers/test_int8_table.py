@@ -20,15 +20,18 @@ from tests.engine.checkpoint.gguf_samples import write_gguf
 needs_kernels = pytest.mark.skipif(not cpu_kernels_loaded(), reason="needs a C++ compiler and AVX2")
 
 
+@pytest.mark.parametrize("has_lows", [True, False])
 @pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_a_table_keeps_codes_and_addresses(rows: int, group: int) -> None:
-    table = Int8Table(rows, 96, group)
+def test_a_table_keeps_codes_and_addresses(rows: int, group: int, has_lows: bool) -> None:
+    table = Int8Table(rows, 96, group, has_lows)
     addresses = (table.codes.data_ptr(), table.scales.data_ptr())
     codes = torch.randint(-128, 128, (rows, 96), dtype=torch.int8)
-    scales = torch.rand(rows, 96 // group).half()
-    table.store(codes, scales)
-    assert all(map(torch.equal, table.load(), (codes, scales)))
+    scales, lows = torch.rand(rows, 96 // group).half(), torch.randn(rows, 3).half() if has_lows else None
+    table.store(codes, scales, lows)
+    assert torch.equal(table.load(), dequantize_int8(codes, scales, lows))
+    table.store(codes[:1], scales[:1], start=rows - 1)
+    assert torch.equal(table.load()[rows - 1], dequantize_int8(codes[:1], scales[:1])[0])
     assert (table.codes.data_ptr(), table.scales.data_ptr()) == addresses
 
 
