@@ -30,9 +30,6 @@ _MAX_DIMS = 4
 _MAX_ITEMS = 2**22  # of an array; the largest of known models has 514,906 merges
 END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))  # of text, turn and message
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-Q4_1, Q8_0 = 3, 8
-_BLOCK_SIZE = 32
-_Q4_1_BLOCK_BYTES, _Q8_0_BLOCK_BYTES = 20, 34
 
 
 @dataclass(frozen=True)
@@ -202,51 +199,31 @@ class GGUFFile:
         from gguf import quants
         from gguf.constants import GGMLQuantizationType
 
+        from engine.checkpoint.gguf_codes import FOUR_BITS
+
         info = self.info(name)
-        if info.type_id == Q4_1 and len(info.shape) == 2:  # four times as fast as the gguf package
-            codes, scale, low = self.q4_1(name)
-            blocks = codes.view(info.shape[0], -1, _BLOCK_SIZE).float()
-            return blocks.mul_(scale.unsqueeze(2)).add_(low.unsqueeze(2)).view(info.shape)
+        if info.type_id in FOUR_BITS and len(info.shape) == 2:  # four times as fast as the gguf package
+            codes, scale, low = FOUR_BITS[info.type_id](self.blocks(name))
+            groups = codes.view(*scale.shape, -1).float()
+            return groups.mul_(scale.unsqueeze(2)).add_(low.unsqueeze(2)).view(info.shape)
         try:
             values = quants.dequantize(self.raw(name), GGMLQuantizationType(info.type_id))
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path}: tensor {name!r} is quantised as {info.type_name}, which is not supported; "
-                "use a file in Q4_1, Q8_0, F16 or F32"
+                "use a file in Q4_K, Q8_0, F16 or F32"
             ) from error
         values = np.require(values, np.float32, "W")  # a copy of float32 tensors, which alias the file
         return torch.from_numpy(values.reshape(info.shape))
 
-    def q4_1(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a Q4_1 matrix as codes uint8 [N, K] in 0..15, d and m float32 [N, K/32], where w = d * code + m."""
+    def blocks(self, name: str) -> torch.Tensor:
+        """Return a copy of a quantised matrix as uint8 [N, blocks of a row, bytes per block]."""
         import torch
-
-        blocks = self._blocks(name, Q4_1, _Q4_1_BLOCK_BYTES)
-        scale_and_min = blocks[:, :, :4].contiguous().view(torch.float16).float()
-        nibbles = blocks[:, :, 4:]
-        # The low nibbles of a block's 16 bytes are its first 16 values, the high nibbles its last 16.
-        codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2).view(blocks.shape[0], -1)
-        return codes, scale_and_min[:, :, 0].contiguous(), scale_and_min[:, :, 1].contiguous()
-
-    def q8_0(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a Q8_0 matrix as codes int8 [N, K] and d float16 [N, K/32], where w = d * code."""
-        import torch
-
-        blocks = self._blocks(name, Q8_0, _Q8_0_BLOCK_BYTES)
-        codes = blocks[:, :, 2:].contiguous().view(torch.int8).view(blocks.shape[0], -1)
-        return codes, blocks[:, :, :2].contiguous().view(torch.float16).squeeze(2)
-
-    def _blocks(self, name: str, type_id: int, block_bytes: int) -> torch.Tensor:
-        """Return a copy of a quantised matrix as uint8 [N, K/32, bytes per block]."""
-        import torch
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         info = self.info(name)
-        if info.type_id != type_id or len(info.shape) != 2:
-            raise ModelError(
-                f"{self.path}: tensor {name!r} is {info.type_name}{list(info.shape)}, not a matrix of the "
-                "requested quantisation"
-            )
-        return torch.from_numpy(np.array(self.raw(name))).view(info.shape[0], info.shape[1] // _BLOCK_SIZE, block_bytes)
+        size, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
+        return torch.from_numpy(np.array(self.raw(name))).view(-1, info.shape[-1] // size, nbytes)
 
 
 def _paths_of_later_parts(first: _Part) -> list[str]:

@@ -59,6 +59,33 @@ class ArchitectureKeys:
             raise self.error(key, "a positive float" if low is None else f"a number of at least {low:g}")
         return _decimal(value)
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of at least 0."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMIT:
+            raise self.error(key, "an int of at least 0")
+        return value
+
+    def factor(self, key: str) -> float | None:
+        """Return a number above 0, None if it is absent or 0."""
+        return self.number(key, 0.0, low=0.0) or None
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "a bool")
+        return value
+
+    def layers(self, key: str, count: int, every: int) -> list[bool]:
+        """Return a truth value per layer: a list, or all but every n-th, with n from the file or `every`."""
+        value = self._value(key, every)
+        if isinstance(value, list) and len(value) == count and all(isinstance(one, bool) for one in value):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMIT:
+            raise self.error(key, f"an int, or a list of {count} bools")
+        return [value == 0 or (index + 1) % value != 0 for index in range(count)]
+
     def text(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
         """Return one of the allowed texts."""
         value = self._value(key, default)

@@ -47,7 +47,7 @@ def choose_cpu_format(requested: str = "auto", dtype: str = "auto", is_4bit: boo
     `auto` selects the first that applies:
 
     - fp32 for dtype float32;
-    - int4 for a 4-bit file, which it represents exactly, if the CPU has fast bfloat16 and the int4 kernel;
+    - int4 for a 4-bit file, whose codes it keeps, if the CPU has fast bfloat16 and the int4 kernel;
     - bf16 if the dtype is bfloat16 or the CPU has fast bfloat16;
     - fp32.
 
@@ -80,8 +80,26 @@ def format_dtype(cpu_format: str) -> torch.dtype:
 
 def gguf_config(path: str) -> tuple[ModelConfig, bool]:
     """Read only the config of a GGUF file, and whether its weights are mostly 4-bit. Raises ModelError."""
-    model = GGUFModel(open_gguf(path))
-    return config_from_dict(model.config, path), model.is_mostly_4bit()
+    source, config = _open(path)
+    return config, source.is_mostly_4bit() and not config.num_experts
+
+
+def _open(path: str) -> tuple[GGUFModel, ModelConfig]:
+    """Read a file's config and check its tensors against it, before anything of the sizes it gives is allocated."""
+    source = GGUFModel(open_gguf(path))
+    config = config_from_dict(source.config, path)
+    model = build_model(config, torch.float32, "meta", 1)
+    slots, found = model.weight_slots(), dict(model.split_stacked(source.shapes().items()))
+    problems = [f"{name} is missing" for name in slots if name not in found]
+    for name, tensor in found.items():
+        if name not in slots:
+            problems.append(f"{name} is not part of the model that the metadata describes")
+        elif tensor.shape != slots[name].shape:
+            problems.append(f"{name} has shape {[*tensor.shape]}, the metadata implies {[*slots[name].shape]}")
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ModelError(f"{path}: tensors and metadata disagree: {'; '.join(problems[:3])}{more}")
+    return source, config
 
 
 def load_gguf(
@@ -96,13 +114,13 @@ def load_gguf(
     """Load a GGUF file into a new model on `device`.
 
     On a CPU, `choose_cpu_format` selects the format; elsewhere weights are dense in `dtype` (auto: bfloat16). In int4
-    format, Q4_1 matrices, and a Q8_0 head with its embedding, are converted code by code; all other tensors are
+    format, matrices with 4-bit codes, and a Q8_0 head with its embedding, are converted code by code; all others are
     dequantised exactly and rounded to the dtype. `max_len` as in Decoder. Raises ModelError for an unusable file.
     """
-    source = GGUFModel(open_gguf(path))
-    config = config_from_dict(source.config, path)
+    source, config = _open(path)
     is_cpu = torch.device(device).type == "cpu"
-    chosen = choose_cpu_format(cpu_weight_format, dtype, source.is_mostly_4bit()) if is_cpu else None
+    is_4bit = source.is_mostly_4bit() and not config.num_experts
+    chosen = choose_cpu_format(cpu_weight_format, dtype, is_4bit) if is_cpu else None
     if chosen is None:
         torch_dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     else:
@@ -111,7 +129,7 @@ def load_gguf(
     model: Model
     if chosen == "int4":
         model = build_int4_model(
-            config, torch_dtype, max_len, stored_in_4_bits=source.is_q4_1, stored_in_8_bits=source.is_q8_0
+            config, torch_dtype, max_len, stored_in_4_bits=source.has_4_bits, stored_in_8_bits=source.is_q8_0
         )
         loaded = _fill_codes(model, source, progress)
     else:
@@ -124,15 +142,11 @@ def load_gguf(
             device,
             sum(parameter.nbytes for parameter in model.module.parameters()) / 1e9,
         )
-    try:
-        slots = model.weight_slots()
-        names = source.names()
-        for done, name in enumerate((name for name in names if name not in loaded), len(loaded) + 1):
-            slots[name].write(source.weight(name))
-            if progress is not None:
-                progress(done, len(names))
-    except KeyError as error:
-        raise ModelError(f"{path}: weight {error} is not part of a {config.architecture}") from error
+    slots = model.weight_slots()
+    for done, (name, tensor) in enumerate(model.split_stacked(source.weights(without=loaded)), len(loaded) + 1):
+        slots[name].write(tensor)
+        if progress is not None:
+            progress(done, len(slots))
     return config, model
 
 
@@ -219,7 +233,7 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
 
     def convert(projection: tuple[Linear, list[str]]) -> None:
         layer, tensors = projection
-        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.q4_1, tensors), strict=True))
+        codes, scale, low = (torch.cat(pieces) for pieces in zip(*map(source.four_bits, tensors), strict=True))
         load_codes(layer, codes, scale, low + 8 * scale)
 
     loaded: set[str] = set()
@@ -227,7 +241,7 @@ def _fill_codes(model: Decoder, source: GGUFModel, progress: Progress | None = N
         if isinstance(slot, Int8Slot):
             slot.table.store(*source.q8_0(name))
             loaded.add(name)
-    total = len(source.names())
+    total = len(model.weight_slots())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of each operation
     try:

@@ -15,6 +15,7 @@ import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention.kv_cache import KVCache
+from engine.checkpoint.gguf_codes import FOUR_BITS
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.checkpoint.source import ModelSource
@@ -79,20 +80,31 @@ def test_the_log_says_that_weights_on_a_gpu_are_dequantised(tmp_path: Path, capl
     assert "dequantised to bfloat16 on meta" in caplog.text
 
 
-def test_q4_1_codes_scale_and_minimum_give_the_dense_values_bit_for_bit(tmp_path: Path) -> None:
-    values = np.random.default_rng(1).normal(size=(5, 96)).astype(np.float32)
-    write_tensors(tmp_path / "t.gguf", {"w": (values, Kind.Q4_1)})
+def random_blocks(kind: Kind, rows: int, inputs: int) -> np.ndarray:
+    """Return random bytes of a matrix, uint8 [rows, bytes], whose factors are finite."""
+    size, nbytes = gguf.constants.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, size=(rows, inputs // size, nbytes), dtype=np.uint8)
+    factors = 1 if kind is Kind.Q4_0 else 2
+    blocks[:, :, : 2 * factors] = rng.normal(size=(rows, inputs // size, factors)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K])
+def test_codes_of_4_bits_give_the_reference_values_bit_for_bit(tmp_path: Path, kind: Kind) -> None:
+    raw = random_blocks(kind, 5, 768)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     file = GGUFFile(tmp_path / "t.gguf")
-    codes, scale, low = file.q4_1("w")
-    rebuilt = codes.view(5, 3, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
-    assert codes.max() == 15 and codes.min() == 0
-    assert torch.equal(rebuilt.view(5, 96), file.dense("w"))
-
-
-def test_codes_of_another_quantisation_are_refused(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "t.gguf", {"w": (np.ones((5, 96), dtype=np.float32), Kind.Q8_0)})
-    with pytest.raises(ModelError, match="Q8_0"):
-        GGUFFile(tmp_path / "t.gguf").q4_1("w")
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    codes, scale, low = FOUR_BITS[file.info("w").type_id](file.blocks("w"))
+    assert codes.max() == 15 and codes.min() == 0 and scale.shape == low.shape == (5, 24)
+    rebuilt = codes.view(5, 24, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
+    assert torch.equal(rebuilt.view(5, 768), expected) and torch.equal(file.dense("w"), expected)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -110,12 +122,14 @@ def test_llama_rows_are_permuted_in_the_file() -> None:
     assert not torch.equal(llama_cpp_order(weight, SIZES["heads"]), weight)
 
 
-def test_q4_1_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", matrices=Kind.Q4_1)
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+def test_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path, kind: Kind) -> None:
+    write_gguf(tmp_path / "m.gguf", matrices=kind)
     source, name = GGUFModel(GGUFFile(tmp_path / "m.gguf")), "model.layers.1.self_attn.k_proj.weight"
-    codes, scale, low = source.q4_1(name)
+    codes, scale, low = source.four_bits(name)
     rebuilt = codes.view(*scale.shape, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
     assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
+    assert source.is_mostly_4bit() and not source.has_4_bits("model.norm.weight")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -200,7 +214,8 @@ def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None
     ({"metadata": {"block_count": 1}}, "blk.1"),
     ({"metadata": {"feed_forward_length": 1 << 24}}, "the metadata implies"),
     ({"embedding_rows": 270}, "272 tokens.*270 rows"),
-    ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
+    ({"metadata": {"expert_count": 8}}, r"llama\.expert_used_count"),
+    ({"metadata": {"expert_count": 8, "expert_used_count": 2}}, r"'blk\.0\.ffn_gate\.weight' is not part of a llama"),
     ({"metadata": {"rope.dimension_count": 8}}, "rope.dimension_count"),
     ({"metadata": {"attention.head_count": "four"}}, "head_count is 'four'"),
     ({"metadata": {"rope.scaling.type": "longrope", "rope.scaling.factor": 2}}, "longrope"),
@@ -219,7 +234,13 @@ def test_an_architecture_that_is_not_a_string_is_refused(tmp_path: Path) -> None
     ({"drop": ("blk.1.ffn_up.weight",)}, "mlp.up_proj.weight is missing"),
     ({"drop": ("token_embd.weight",)}, "token_embd.weight"),
     ({"extra": {"blk.0.ssm_a.weight": np.zeros(4, np.float32)}}, "ssm_a"),
-    ({"extra": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.*Hugging Face folder"),
+    ({"extra": {"rope_freqs.weight": np.ones(4, np.float32)}}, r"rope_freqs\.weight must be 8 positive numbers"),
+    ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, r"rope_freqs\.weight must be 8 positive numbers"),
+    ({"extra": {"rope_factors_long.weight": np.ones(8, np.float32)}}, r"rope_factors_long\.weight.*both others"),
+    (
+        {"extra": {"rope_freqs.weight": np.ones(8, np.float32)}, "metadata": {"rope.scale_linear": 2.0}},
+        r"rope_freqs\.weight can't both apply",
+    ),
     ({"extra": {"blk.0.attn_q.bias": np.zeros(64, np.int8)}}, "missing"),
 ])  # fmt: skip
 def test_unsupported_or_contradictory_files_are_refused_by_name(tmp_path: Path, settings: dict, message: str) -> None:

@@ -174,10 +174,10 @@ def relative_distance(model, reference, token_ids: list[int]) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "kind"), [("llama", Kind.Q4_1), ("qwen2", Kind.Q4_1), ("llama", Kind.Q4_0)])
+def test_int4_gguf_is_about_as_accurate_as_bf16(tmp_path: Path, architecture: str, kind: Kind) -> None:
     path = str(tmp_path / "m.gguf")
-    write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=Kind.Q4_1, embedding=Kind.Q8_0)
+    write_gguf(tmp_path / "m.gguf", architecture=architecture, matrices=kind, embedding=Kind.Q8_0)
     exact, bf16, int4 = (load_gguf(path, cpu_weight_format=name)[1] for name in ("fp32", "bf16", "int4"))
     assert [type(layer.method) for layer in projections(int4)] == [Int4Weight] * 8
     for ids in ([5, 9, 44], [5, 9, 44, 120, 7, 3, 200, 15, 8, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]):
@@ -196,7 +196,7 @@ def test_4_bit_and_dense_models_have_the_same_weights_by_name(tmp_path: Path) ->
         assert (int4_slots[name].read().float() - slot.read().float()).abs().max() <= 0.01 * slot.read().abs().max()
 
 
-def test_matrices_that_are_not_q4_1_stay_dense(tmp_path: Path) -> None:
+def test_matrices_without_4_bit_codes_stay_dense(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", matrices=Kind.Q8_0)
     model = load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1]
     assert not any(isinstance(layer.method, Int4Weight) for layer in projections(model))
