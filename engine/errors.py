@@ -3,6 +3,7 @@
     EngineError
     ├── ConfigError         invalid settings (also ValueError)
     ├── ModelError          a model that is missing, unreadable or unsupported
+    │   └── NoTokenizer     a model without a usable tokenizer; token ids still work
     ├── RequestError        an invalid request (also ValueError)
     │   └── PromptTooLong   a prompt that can never fit
     ├── QueueFull           the request was not accepted: try again later
@@ -27,6 +28,10 @@ class ConfigError(EngineError, ValueError):
 
 class ModelError(EngineError):
     """A model that is missing, unreadable or unsupported."""
+
+
+class NoTokenizer(ModelError):
+    """The model has no usable tokenizer; prompts given as token ids still work."""
 
 
 class RequestError(EngineError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.gguf_codes import FOUR_BITS, Q8_0, FourBits, read_q8_0
+from engine.checkpoint.gguf_codes import EIGHT_BITS, FOUR_BITS, SMALL_GROUPS, EightBits, FourBits
 from engine.checkpoint.gguf_families import NAMES, family_of, rotated_fraction
 from engine.checkpoint.gguf_file import END_TOKENS, GGUFFile
 from engine.checkpoint.gguf_keys import ArchitectureKeys
@@ -134,29 +134,36 @@ class GGUFModel:
             if name not in without:
                 yield name, self.weight(name)
 
-    def has_4_bits(self, name: str) -> bool:
-        """Return whether weight `name` has codes of 4 bits, which `four_bits` returns."""
-        return self._type_of(name) in FOUR_BITS
+    def codes_of(self, name: str) -> str | None:
+        """Return how CPUs can store weight `name` with the codes that it has.
 
-    def is_mostly_4bit(self) -> bool:
-        """Return whether most matrices have codes of 4 bits, with which the int4 kernel computes as they are."""
-        matrices = [info for info in self.file.tensors.values() if len(info.shape) == 2]
-        return 2 * sum(map(self.has_4_bits, self.names())) > len(matrices)
+        "int4" (see `four_bits`), "int8" (see `eight_bits`), "int8/16" with a scale per 16 inputs, or None.
+        """
+        kind = self._type_of(name)
+        if kind in FOUR_BITS:
+            return "int4"
+        return None if kind not in EIGHT_BITS else "int8/16" if kind in SMALL_GROUPS else "int8"
+
+    def stored_format(self) -> str | None:
+        """Return "int4" if most matrices have codes of 4 bits, "int8" if most have 4 or 8 bits, or None."""
+        matrices = sum(len(info.shape) == 2 for info in self.file.tensors.values())
+        kinds = [self.codes_of(name) for name in self._weights]
+        if 2 * kinds.count("int4") > matrices:
+            return "int4"
+        return "int8" if 2 * (len(kinds) - kinds.count(None)) > matrices else None
 
     def four_bits(self, name: str) -> FourBits:
-        """Return the codes, scales and minima of a weight that `has_4_bits`, in the order of its rows."""
+        """Return the codes, scales and minima of an "int4" weight, with rows in the checkpoint's order."""
         weight = self._weights[name]
         codes, scale, low = FOUR_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
         return weight.arrange(codes), weight.arrange(scale), weight.arrange(low)
 
-    def is_q8_0(self, name: str) -> bool:
-        """Return whether weight `name` is stored as Q8_0, so that `q8_0` can return its codes."""
-        return self._type_of(name) == Q8_0
-
-    def q8_0(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a weight that `is_q8_0`, in the order of its rows."""
+    def eight_bits(self, name: str) -> EightBits:
+        """Return the codes and scales of an "int8" weight, with rows in the checkpoint's order."""
         weight = self._weights[name]
-        codes, scale = read_q8_0(self.file.blocks(weight.sources[0]))
+        codes, scale = EIGHT_BITS[self._type_of(name) or 0](self.file.blocks(weight.sources[0]))
+        if not bool(scale.isfinite().all()):
+            raise ModelError(f"{self.file.path}: {weight.sources[0]!r} has a scale beyond float16; download it again")
         return weight.arrange(codes), weight.arrange(scale)
 
     def _type_of(self, name: str) -> int | None:

@@ -273,14 +273,14 @@ inline void int4_block(const Rows& rows, const char* packed, const char* scales,
   }
 }
 
-// A group of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are exact in float32,
-// and the codes in bfloat16.
-template <int M>
+// A group of SIZE inputs of a block of an 8-bit weight has 16 codes, one an output, for each input. The products are
+// exact in float32, and the codes in bfloat16.
+template <int M, int64_t SIZE>
 inline void int8_block(const Rows& rows, const char* codes, const char* scales, Floats* sums) {
   for (int m = 0; m < M; m++) sums[m] = Floats();
-  for (int64_t first = 0; first < rows.inputs; first += GROUP, scales += 2 * LANES) {
+  for (int64_t first = 0; first < rows.inputs; first += SIZE, scales += 2 * LANES) {
     Floats part[M], other[M];
-    for (int64_t k = first; k < first + GROUP; k += 4, codes += 4 * LANES) {
+    for (int64_t k = first; k < first + SIZE; k += 4, codes += 4 * LANES) {
       _mm_prefetch(codes + AHEAD, _MM_HINT_T0);
       const auto add = [&](Floats* to, const char* some, int64_t at) {
         const Floats even = Floats::from_int8(some), odd = Floats::from_int8(some + LANES);
@@ -368,6 +368,14 @@ void int4_linear(Tensor out, Tensor x, Tensor packed, Tensor scales, std::option
       });
 }
 
+// How many inputs share a float16 scale of an 8-bit weight: 16 or 32.
+int64_t group_size(const Tensor& codes, const Tensor& scales) {
+  const int64_t size = scales.numel() > 0 ? codes.numel() / scales.numel() : GROUP;
+  require(size == GROUP || size == GROUP / 2, "scales don't fit codes");
+  dense(scales, ScalarType::Half, codes.numel() / size, "scales don't fit codes");
+  return size;
+}
+
 // out [M, N] float32 = x [M, K] bfloat16 times the transposed 8-bit weight, whose blocks may have more rows than N.
 void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales) {
   const Matrix from(x, ScalarType::BFloat16, "x must be a bfloat16 matrix with contiguous rows");
@@ -375,11 +383,16 @@ void int8_linear(Tensor out, Tensor x, Tensor codes, Tensor scales) {
   const int64_t inputs = from.columns, outputs = to.columns, blocks = (outputs + LANES - 1) / LANES;
   require(to.rows == from.rows && inputs % GROUP == 0, "sizes of x and out don't fit 8 bits");
   const char* bytes = dense(codes, ScalarType::Char, blocks * LANES * inputs, "codes don't fit x and out");
-  const char* halves = dense(scales, ScalarType::Half, blocks * LANES * inputs / GROUP, "scales don't fit x and out");
+  const int64_t size = group_size(codes, scales);
+  const char* halves = static_cast<const char*>(scales.data_ptr());
   for_each_block(
       from, blocks,
       [&](auto count, const Rows& rows, int64_t b, Floats* sums) {
-        int8_block<count()>(rows, bytes + b * LANES * inputs, halves + b * LANES * inputs / GROUP * 2, sums);
+        const char *some = bytes + b * LANES * inputs, *theirs = halves + b * LANES * inputs / size * 2;
+        if (size == GROUP)
+          int8_block<count(), GROUP>(rows, some, theirs, sums);
+        else
+          int8_block<count(), GROUP / 2>(rows, some, theirs, sums);
       },
       [&](int64_t row, int64_t first, float* sums) {
         float* target = reinterpret_cast<float*>(to.data) + row * to.stride + first;
@@ -395,15 +408,16 @@ void int8_rows(Tensor out, Tensor ids, Tensor codes, Tensor scales) {
   const auto* rows = reinterpret_cast<const int64_t*>(dense(ids, ScalarType::Long, to.rows, "ids don't fit out"));
   const int64_t stored = codes.numel() / inputs;
   const char* bytes = dense(codes, ScalarType::Char, stored * inputs, "codes don't fit out");
-  const char* halves = dense(scales, ScalarType::Half, stored * inputs / GROUP, "scales don't fit out");
+  const int64_t size = group_size(codes, scales);
+  const char* halves = static_cast<const char*>(scales.data_ptr());
   for (int64_t t = 0; t < to.rows; t++) {
     require(rows[t] >= 0 && rows[t] < stored, "index out of range");
     const int64_t b = rows[t] / LANES, lane = rows[t] % LANES;
     uint16_t* target = reinterpret_cast<uint16_t*>(to.data) + t * to.stride;
-    for (int64_t g = 0; g < inputs / GROUP; g++) {
+    for (int64_t g = 0; g < inputs / size; g++) {
       float scale[LANES];
-      Floats::from_float16(halves + 2 * LANES * (b * inputs / GROUP + g)).store(scale);
-      for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k++)
+      Floats::from_float16(halves + 2 * LANES * (b * inputs / size + g)).store(scale);
+      for (int64_t k = g * size; k < (g + 1) * size; k++)
         target[k] = to_bfloat16(scale[lane] * float(int8_t(bytes[(b * inputs + k) * LANES + lane])));
     }
   }

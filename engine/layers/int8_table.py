@@ -1,4 +1,4 @@
-"""The vocabulary's tables of a 16-bit model on a CPU in 8 bits: weight = scale * code, with a scale per 32 inputs.
+"""Matrices of a 16-bit model on a CPU in 8 bits: weight = scale * code, with a scale per 32 or 16 inputs.
 
 These are the numbers of a GGUF file in Q8_0, exactly: codes -128..127 and float16 scales. A head reads 8.5 bits per
 weight in each step, instead of 32 in float32. The compiled kernels of kernels/cpu_library.py compute with them.
@@ -23,43 +23,45 @@ LANES = 16  # rows of a block
 class Int8Table(nn.Module):
     """A table W [rows, inputs] in the order in which the kernels read it: blocks of 16 rows, the last one padded.
 
-    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / 32, 16]. Raises ModelError for inputs that
-    aren't a multiple of 32.
+    `codes` are int8 [blocks, inputs, 16], `scales` float16 [blocks, inputs / group, 16]; `group` is 32 or 16. Raises
+    ModelError for inputs that aren't a multiple of 32.
     """
 
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, rows: int, inputs: int):
+    def __init__(self, rows: int, inputs: int, group: int = GROUP):
         super().__init__()
         if inputs % GROUP:
             raise ModelError(f"a table of {rows} x {inputs} can't be stored in 8 bits: inputs must be a multiple of 32")
-        self.rows, self.inputs = rows, inputs
+        self.rows, self.inputs, self.group = rows, inputs, group
         blocks = -(-rows // LANES)
         self.register_buffer("codes", torch.zeros(blocks, inputs, LANES, dtype=torch.int8))
-        self.register_buffer("scales", torch.zeros(blocks, inputs // GROUP, LANES, dtype=torch.float16))
+        self.register_buffer("scales", torch.zeros(blocks, inputs // group, LANES, dtype=torch.float16))
 
-    def store(self, codes: Tensor, scales: Tensor) -> None:
-        """Set all rows in place: codes int8 [rows, inputs], scales float16 [rows, inputs / 32]."""
+    def store(self, codes: Tensor, scales: Tensor, start: int = 0) -> None:
+        """Set rows from `start` on in place: codes int8 [rows, inputs], scales float16 [rows, inputs / group].
+
+        Scales of larger groups than the table's are repeated.
+        """
+        scales = scales.repeat_interleave(self.scales.shape[1] // scales.shape[1], dim=1)
+        rows = torch.arange(start, start + len(codes))
         for stored, values in ((self.codes, codes), (self.scales, scales)):
-            whole, width = self.rows // LANES, values.shape[1]
-            stored[:whole] = values[: whole * LANES].view(whole, LANES, width).transpose(1, 2)
-            if rest := self.rows % LANES:
-                stored[whole, :, :rest] = values[whole * LANES :].T
+            stored.transpose(1, 2)[rows // LANES, rows % LANES] = values
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / 32]."""
+        """Return copies of the codes int8 [rows, inputs] and the scales float16 [rows, inputs / group]."""
         codes, scales = (one.transpose(1, 2).flatten(0, 1)[: self.rows] for one in (self.codes, self.scales))
         return codes, scales
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a dense weight [N, K], lossy: return codes int8 [N, K] and scales float16 [N, K / 32].
+def quantize_int8(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Quantise a dense weight [N, K], lossy: return codes int8 [N, K] and scales float16 [N, K / group].
 
     A scale is a 127th of the largest magnitude of its group, which is at least the smallest normal float16. Raises
     ModelError for weights beyond the range of a float16 scale, and for infinities and NaNs.
     """
-    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    groups = weight.float().view(weight.shape[0], -1, group)
     largest = groups.abs().amax(dim=2)
     scales = (largest / 127).half()
     if not bool(scales.isfinite().all()):
@@ -71,26 +73,30 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight float32 [N, K] of codes [N, K] and scales [N, K / 32], exactly."""
-    groups = codes.view(*scales.shape, GROUP).float()
+    """Return the weight float32 [N, K] of codes [N, K] and scales [N, K / group], exactly."""
+    groups = codes.view(*scales.shape, -1).float()
     return (groups * scales.float().unsqueeze(2)).view(codes.shape)
 
 
 class Int8Slot:
-    """The slot of a checkpoint tensor of `dtype` in an Int8Table; like WeightSlot, but `write` quantises (lossy)."""
+    """The slot of a checkpoint tensor of `dtype` in an Int8Table; like WeightSlot, but `write` quantises (lossy).
 
-    def __init__(self, table: Int8Table, dtype: torch.dtype):
-        self.table, self.dtype = table, dtype
+    The tensor has the table's rows from `start` on, `rows` or all of them.
+    """
+
+    def __init__(self, table: Int8Table, dtype: torch.dtype, start: int = 0, rows: int | None = None):
+        self.table, self.dtype, self.start = table, dtype, start
+        self.rows = table.rows if rows is None else rows
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The checkpoint tensor's shape."""
-        return (self.table.rows, self.table.inputs)
+        return (self.rows, self.table.inputs)
 
     def write(self, tensor: Tensor) -> None:
         """Quantise `tensor` into the storage in place; addresses don't change."""
         with torch.no_grad():
-            self.table.store(*quantize_int8(tensor.to(device="cpu")))
+            self.table.store(*quantize_int8(tensor.to(device="cpu"), self.table.group), self.start)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the part of a whole checkpoint tensor that is stored here: all of it."""
@@ -98,7 +104,8 @@ class Int8Slot:
 
     def read(self) -> Tensor:
         """Return a dequantised copy in `dtype`."""
-        return dequantize_int8(*self.table.load()).to(self.dtype)
+        codes, scales = (one[self.start : self.start + self.rows] for one in self.table.load())
+        return dequantize_int8(codes, scales).to(self.dtype)
 
 
 class Int8Embedding(nn.Module):

@@ -161,7 +161,7 @@ def _summary(source: ModelSource, machine: Machine) -> ModelSummary:
         "format": "gguf" if source.kind == "gguf" else "safetensors",
     }
     try:
-        config, is_4bit = gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(path), False)
+        config, stored = gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(path), None)
     except ModelError as error:
         return ModelSummary(**values, family="", state="unsupported", problem=str(error))
     problem = ""
@@ -170,15 +170,15 @@ def _summary(source: ModelSource, machine: Machine) -> ModelSummary:
             safetensors_files(path)
         except ModelError as error:
             problem = str(error)
-    described = _described(config, is_4bit, path if source.kind == "gguf" else None, machine)
+    described = _described(config, stored, path if source.kind == "gguf" else None, machine)
     return ModelSummary(**values, **described, state="incomplete" if problem else "ready", problem=problem)
 
 
-def _described(config: ModelConfig, is_4bit: bool, gguf: Path | None, machine: Machine) -> dict[str, Any]:
+def _described(config: ModelConfig, stored: str | None, gguf: Path | None, machine: Machine) -> dict[str, Any]:
     """Return family, parameters, weight format and fit."""
-    weight_format, dtype = choose_format(EngineConfig(), config, torch.device(machine.device), is_4bit)
+    weight_format, dtype = choose_format(EngineConfig(), config, torch.device(machine.device), stored)
     parameters, weights = weight_bytes(config, dtype)
-    if weight_format == "int4" and gguf is not None:
+    if weight_format in ("int4", "int8") and gguf is not None:
         weights += gguf.stat().st_size  # at most: the dense copies for prefill are kept for small models only
     return {
         "family": find_entry({"architectures": [config.architecture]}, "config").family.model_type,
@@ -195,7 +195,7 @@ def _remote(name: str, machine: Machine) -> ModelSummary:
     files = (*hub.text_files(sizes), *(file for file in sizes if file.endswith(".safetensors") and "/" not in file))
     return ModelSummary(
         name=name, path="", size_bytes=sum(sizes[file] for file in files), format="safetensors", state="remote",
-        **_described(config, False, None, machine),
+        **_described(config, None, None, machine),
     )  # fmt: skip
 
 

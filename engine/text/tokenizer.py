@@ -16,13 +16,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import models
 
-from engine.checkpoint.gguf_file import END_TOKENS, open_gguf
 from engine.checkpoint.source import ModelSource, resolve_model
-from engine.errors import ModelError, RequestError
+from engine.errors import ModelError, NoTokenizer, RequestError
 from engine.text import request_template, tokenizer_config
-from engine.text.added_tokens import require_limits
 from engine.text.conversation import Conversation, reads
 from engine.text.folder_tokenizer import (
     NAMED_TOKENS,
@@ -32,23 +30,15 @@ from engine.text.folder_tokenizer import (
     read_config,
     require_readable_folder,
 )
+from engine.text.gguf_tokenizer import load_gguf
 from engine.text.load_warnings import warn
 from engine.text.parsing.selection import MARKERS
 from graph_cache.utils.garbage import no_garbage_collections
 
 logger = logging.getLogger(__name__)
 
-_CONTROL, _USER_DEFINED = 3, 4
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
 _IDS_HINT = "prompts given as token ids still work"
-
-
-class NoTokenizer(ModelError):
-    """The model has no usable tokenizer; prompts given as token ids still work."""
 
 
 class Tokenizer:
@@ -297,94 +287,15 @@ class Tokenizer:
 
 
 def _from_gguf(source: ModelSource) -> Tokenizer:
-    metadata: dict[str, Any] = open_gguf(source.path).metadata
-    model_type, pre_tokenizer = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if model_type is None:
-        raise NoTokenizer(f"{source.path}: has no tokenizer; {_IDS_HINT}")
-    if model_type != "gpt2" or pre_tokenizer not in ("smollm", "gpt-2", "qwen2"):
-        raise NoTokenizer(
-            f"{source.path}: tokenizer {model_type!r} with pre-tokenizer {pre_tokenizer!r} is not supported from "
-            f"GGUF files (gpt2 with smollm, gpt-2 or qwen2 is); use the model's Hugging Face folder, or "
-            f"token ids: {_IDS_HINT}"
-        )
-    # Checked by the tokenizers library, which the error below wraps.
-    tokens: Any = metadata.get("tokenizer.ggml.tokens")
-    merges: Any = metadata.get("tokenizer.ggml.merges")
-    try:
-        backend = _byte_level_bpe(tokens, merges, pre_tokenizer)
-        _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [], source.path)
-        bos, eos = (_token_of(metadata, tokens, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-        ends = [_token_of(metadata, tokens, key) for key in END_TOKENS]
-        before = [bos] if metadata.get("tokenizer.ggml.add_bos_token") and bos else []
-        after = [eos] if metadata.get("tokenizer.ggml.add_eos_token") and eos else []
-        if before or after:
-            backend.post_processor = processors.TemplateProcessing(
-                single=[*before, "$A", *after],
-                special_tokens=[(token, tokens.index(token)) for token in {*before, *after}],
-            )
-    except ModelError:
-        raise
-    except Exception as error:  # the tokenizers library raises bare Exception for bad vocabularies and merges
-        raise ModelError(f"{source.path}: the tokenizer in its metadata is damaged: {error}") from error
+    found = load_gguf(source.path)
     return Tokenizer(
-        backend,
+        found.backend,
         name=source.name,
-        eos_token_ids=[tokens.index(token) for token in ends if token],
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=_gguf_templates(metadata),
+        eos_token_ids=found.eos_token_ids,
+        bos_token=found.bos_token,
+        eos_token=found.eos_token,
+        chat_template=found.chat_template,
     )
-
-
-def _gguf_templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name: `tokenizer.chat_template.tool_use` is the one for tools."""
-    key = "tokenizer.chat_template"
-    found = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
-    found |= {"default": metadata[key]} if key in metadata else {}
-    named = {name: text for name, text in found.items() if isinstance(text, str)}
-    return named.get("default") if named.keys() <= {"default"} else named
-
-
-def _byte_level_bpe(tokens: list[str], merges: list[str], pre_tokenizer: str) -> tokenizers.Tokenizer:
-    """Build a byte-level BPE tokenizer from a vocabulary in id order and merges as "left right" lines."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise ValueError(f"{len(tokens) - len(vocabulary)} of {len(tokens)} tokens appear twice")
-    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]  # BPE rejects what is no pair
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    if pre_tokenizer == "qwen2":
-        backend.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(tokenizers.Regex(_QWEN2_PATTERN), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    else:
-        steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        if pre_tokenizer == "smollm":
-            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int], path: str) -> None:
-    marked = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
-    require_limits([token for token, _ in marked], path)
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in marked if kind == _CONTROL]
-    )
-    backend.add_tokens(
-        [AddedToken(token, special=False, normalized=False) for token, kind in marked if kind == _USER_DEFINED]
-    )
-
-
-def _token_of(metadata: dict[str, Any], tokens: list[str], key: str) -> str | None:
-    index = metadata.get(key)
-    if index is None:
-        return None
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise ValueError(f"{key} is {index!r} and there are {len(tokens)} tokens")
-    return tokens[index]
 
 
 def _rewritten_tokens(backend: tokenizers.Tokenizer) -> dict[int, str]:

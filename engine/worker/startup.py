@@ -26,7 +26,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ConfigError, ModelError
 from engine.layers.formats import ScaledWeight
 from engine.layers.int4 import int4_available
-from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, format_dtype, gguf_config, load_gguf
+from engine.loader.cpu_formats import build_low_bit_model, choose_cpu_format, format_dtype, gguf_config, load_gguf
 from engine.loader.quantized import describe, weight_methods
 from engine.loader.weights import load_dummy, load_folder_weights, safetensors_files
 from engine.megatron.model import MegatronModel
@@ -89,7 +89,7 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
                 f"{setting} starting at {device} needs GPU {last}, and torch sees {count} GPUs; "
                 "lower tensor_parallel_size, or device"
             )
-    model_config, is_4bit = read_config(source)
+    model_config, stored = read_config(source)
     model_config = _with_quantization(config, source, model_config, device)
     threads = config.num_threads
     if ranks > 1:
@@ -105,7 +105,9 @@ def plan_workers(config: EngineConfig, source: ModelSource, eos_token_ids: tuple
             )
         config = _without_cpu_graphs(config, device)
         threads = threads or max(1, torch.get_num_threads() // ranks)
-    weight_format, dtype = choose_format(config, model_config, device, is_4bit and config.load_format != "dummy")
+    weight_format, dtype = choose_format(
+        config, model_config, device, None if config.load_format == "dummy" else stored
+    )
     if model_config.quantization is not None:
         logger.info("%s", describe(model_config.quantization, device, dtype))
     _say_if_lowered(config, source, model_config, dtype)
@@ -133,8 +135,8 @@ def _with_quantization(
 ) -> ModelConfig:
     """Return the model's config with the quantisation that the settings ask for.
 
-    On a CPU, `build_int4_model` stores int4 for the CPU's own kernel where it can. Raises ConfigError for a checkpoint
-    that is quantised already.
+    On a CPU, `build_low_bit_model` stores int4 for the CPU's own kernel where it can. Raises ConfigError for a
+    checkpoint that is quantised already.
     """
     requested, found = config.requested_quantization, model.quantization
     if requested is None or (found is not None and found.element == requested):
@@ -321,21 +323,21 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def read_config(source: ModelSource) -> tuple[ModelConfig, bool]:
-    """Return the model's config and whether its weights are stored in 4 bits."""
-    return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), False)
+def read_config(source: ModelSource) -> tuple[ModelConfig, str | None]:
+    """Return the model's config, and the format in which a CPU keeps the codes of its weights, if it can."""
+    return gguf_config(source.path) if source.kind == "gguf" else (config_from_folder(source.path), None)
 
 
 def choose_format(
-    config: EngineConfig, model: ModelConfig, device: torch.device, is_4bit: bool
+    config: EngineConfig, model: ModelConfig, device: torch.device, stored: str | None
 ) -> tuple[str, torch.dtype]:
-    """Return the weight format (for reports) and the activation dtype."""
+    """Return the weight format (for reports) and the activation dtype. `stored`: see `choose_cpu_format`."""
     quantization = model.quantization
     if device.type == "cpu":
         requested = config.requested_quantization or config.cpu_weight_format
         if quantization is not None:
             requested = "auto" if config.cpu_weight_format == "int4" else config.cpu_weight_format
-        weight_format = choose_cpu_format(requested, config.dtype, is_4bit)
+        weight_format = choose_cpu_format(requested, config.dtype, stored)
         return quantization.element if quantization else weight_format, format_dtype(weight_format)
     if config.cpu_weight_format != "auto":
         raise ConfigError(f"cpu_weight_format={config.cpu_weight_format!r} doesn't apply to {device}; leave it out")
@@ -383,7 +385,7 @@ def load_model(
                 "quantization out, or download the model again"
             )
     elif weight_format == "int4":
-        model = build_int4_model(model_config, dtype, config.max_model_len, parallel)
+        model = build_low_bit_model(model_config, dtype, config.max_model_len, parallel)
     else:
         with _placed_in(region):
             model = build_model(model_config, dtype, device, config.max_model_len, parallel)

@@ -15,11 +15,12 @@ import transformers
 from gguf.constants import GGMLQuantizationType as Kind
 
 from engine.attention.kv_cache import KVCache
-from engine.checkpoint.gguf_codes import FOUR_BITS
+from engine.checkpoint.gguf_codes import EIGHT_BITS, FOUR_BITS
 from engine.checkpoint.gguf_file import GGUFFile
 from engine.checkpoint.gguf_model import GGUFModel
 from engine.checkpoint.source import ModelSource
 from engine.errors import ModelError
+from engine.layers.int8_table import dequantize_int8
 from engine.loader.cpu_formats import gguf_config, load_gguf
 from engine.models import config_from_dict
 from engine.text.tokenizer import Tokenizer
@@ -85,26 +86,44 @@ def random_blocks(kind: Kind, rows: int, inputs: int) -> np.ndarray:
     size, nbytes = gguf.constants.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, size=(rows, inputs // size, nbytes), dtype=np.uint8)
-    factors = 1 if kind is Kind.Q4_0 else 2
-    blocks[:, :, : 2 * factors] = rng.normal(size=(rows, inputs // size, factors)).astype(np.float16).view(np.uint8)
+    factors = 2 if kind in (Kind.Q4_1, Kind.Q4_K) else 1
+    place = slice(-2, None) if kind is Kind.Q6_K else slice(2 * factors)
+    blocks[:, :, place] = rng.normal(size=(rows, inputs // size, factors)).astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K])
-def test_codes_of_4_bits_give_the_reference_values_bit_for_bit(tmp_path: Path, kind: Kind) -> None:
-    raw = random_blocks(kind, 5, 768)
-    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+def write_raw(path: Path, raw: np.ndarray, kind: Kind) -> GGUFFile:
+    """Write bytes as the tensor `w`."""
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("w", raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file = GGUFFile(tmp_path / "t.gguf")
+    return GGUFFile(path)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K])
+def test_codes_of_4_bits_give_the_reference_values_bit_for_bit(tmp_path: Path, kind: Kind) -> None:
+    raw = random_blocks(kind, 5, 768)
+    file = write_raw(tmp_path / "t.gguf", raw, kind)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
     codes, scale, low = FOUR_BITS[file.info("w").type_id](file.blocks("w"))
     assert codes.max() == 15 and codes.min() == 0 and scale.shape == low.shape == (5, 24)
     rebuilt = codes.view(5, 24, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
     assert torch.equal(rebuilt.view(5, 768), expected) and torch.equal(file.dense("w"), expected)
+
+
+@pytest.mark.parametrize(("kind", "group"), [(Kind.Q5_0, 32), (Kind.Q8_0, 32), (Kind.Q6_K, 16)])
+def test_codes_of_8_bits_give_the_reference_values(tmp_path: Path, kind: Kind, group: int) -> None:
+    """Exactly, but for the scales of Q6_K: they are products, which are rounded to float16."""
+    raw = random_blocks(kind, 5, 768)
+    file = write_raw(tmp_path / "t.gguf", raw, kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    codes, scales = EIGHT_BITS[file.info("w").type_id](file.blocks("w"))
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float16) and scales.shape == (5, 768 // group)
+    found = dequantize_int8(codes, scales)
+    assert bool(((found - expected).abs() <= (2.0**-11 if kind is Kind.Q6_K else 0) * expected.abs()).all())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -129,7 +148,7 @@ def test_codes_use_the_row_order_of_the_dense_weight(tmp_path: Path, kind: Kind)
     codes, scale, low = source.four_bits(name)
     rebuilt = codes.view(*scale.shape, 32).float() * scale.unsqueeze(2) + low.unsqueeze(2)
     assert torch.equal(rebuilt.view(codes.shape), source.weight(name))
-    assert source.is_mostly_4bit() and not source.has_4_bits("model.norm.weight")
+    assert source.stored_format() == source.codes_of(name) == "int4" and source.codes_of("model.norm.weight") is None
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

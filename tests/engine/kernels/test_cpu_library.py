@@ -47,11 +47,11 @@ def random_int4(rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return layout.pack(codes), scales, dequantize(codes, values[..., 0], values[..., 1])
 
 
-def random_int8(rows: int, inputs: int) -> tuple[Int8Table, torch.Tensor]:
+def random_int8(rows: int, inputs: int, group: int = 32) -> tuple[Int8Table, torch.Tensor]:
     """Return a random table and its weight in float32; some scales are too small to be normal float16 numbers."""
-    rng, table = torch.Generator().manual_seed(rows + inputs), Int8Table(rows, inputs)
+    rng, table = torch.Generator().manual_seed(rows + inputs), Int8Table(rows, inputs, group)
     codes = torch.randint(-128, 128, (rows, inputs), generator=rng, dtype=torch.int8)
-    scales = torch.randn(rows, inputs // 32, generator=rng).mul(0.01).half()
+    scales = torch.randn(rows, inputs // group, generator=rng).mul(0.01).half()
     scales[::5] = 3e-6
     table.store(codes, scales)
     return table, dequantize_int8(codes, scales)
@@ -67,15 +67,17 @@ def check_products() -> None:
     """Check all kernels that this process has loaded on many shapes."""
     for outputs, inputs in SHAPES:
         packed, scales, weight = random_int4(outputs, inputs)
-        table, table_weight = random_int8(outputs - 5, inputs)
+        tables = [random_int8(outputs - 5, inputs, group) for group in (16, 32)]
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 21):
             # a row of a wider matrix, so that rows are not next to each other
             x = torch.randn(rows, inputs + 8, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, :inputs]
             check_product(int4_linear(x, packed, scales, None), x, weight, 2.0**-8)
-            check_product(int8_linear(x, table.codes, table.scales, table.rows), x, table_weight, 0.0)
-        ids = torch.tensor([table.rows - 1, 0, 3, 0])
-        rows = int8_rows(ids, table.codes, table.scales, inputs)
-        assert torch.equal(rows, table_weight[ids].bfloat16())
+            for table, table_weight in tables:
+                check_product(int8_linear(x, table.codes, table.scales, table.rows), x, table_weight, 0.0)
+        ids = torch.tensor([outputs - 6, 0, 3, 0])
+        for table, table_weight in tables:
+            rows = int8_rows(ids, table.codes, table.scales, inputs)
+            assert torch.equal(rows, table_weight[ids].bfloat16())
 
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:

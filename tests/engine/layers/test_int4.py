@@ -24,7 +24,7 @@ from engine.layers.int4 import (
 )
 from engine.layers.linear import Linear
 from engine.loader import cpu_formats
-from engine.loader.cpu_formats import build_int4_model, choose_cpu_format, load_gguf
+from engine.loader.cpu_formats import build_low_bit_model, choose_cpu_format, load_gguf
 from tests.engine.checkpoint.gguf_samples import write_gguf
 from tests.support.attention import prefill_attention
 
@@ -204,7 +204,7 @@ def test_matrices_without_4_bit_codes_stay_dense(tmp_path: Path) -> None:
 
 def quantised_copy(model, **options):
     """Return a 4-bit model with the weights of a 16-bit one."""
-    quantised = build_int4_model(model.config, model.dtype, **options)
+    quantised = build_low_bit_model(model.config, model.dtype, **options)
     slots = quantised.weight_slots()
     for name, weight in model.named_weights():
         slots[name].write(weight)
@@ -258,20 +258,22 @@ def test_a_head_that_would_take_too_much_memory_stays_in_16_bits(tmp_path: Path,
     assert load_gguf(str(tmp_path / "m.gguf"), cpu_weight_format="int4")[1].lm_head.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("requested", "dtype", "is_4bit", "chosen"), [
-    ("auto", "float32", True, "fp32"),
-    ("auto", "bfloat16", False, "bf16"),
-    ("bf16", "auto", True, "bf16"),
-    ("fp32", "auto", True, "fp32"),
-    ("int4", "bfloat16", False, "int4"),
+@pytest.mark.parametrize(("requested", "dtype", "stored", "chosen"), [
+    ("auto", "float32", "int4", "fp32"),
+    ("auto", "bfloat16", None, "bf16"),
+    ("bf16", "auto", "int4", "bf16"),
+    ("fp32", "auto", "int8", "fp32"),
+    ("int4", "bfloat16", None, "int4"),
+    ("int8", "bfloat16", "int8", "int8"),
 ])  # fmt: skip
-def test_format_follows_the_request(requested: str, dtype: str, is_4bit: bool, chosen: str) -> None:
-    assert choose_cpu_format(requested, dtype, is_4bit) == chosen
+def test_format_follows_the_request(requested: str, dtype: str, stored: str | None, chosen: str) -> None:
+    assert choose_cpu_format(requested, dtype, stored) == chosen
 
 
 @pytest.mark.parametrize(("requested", "dtype"), [
     ("bf16", "float32"), ("int4", "float32"), ("fp32", "bfloat16"), ("auto", "float16"), ("q4", "auto"),
+    ("int8", "auto"),
 ])  # fmt: skip
 def test_contradictory_formats_are_rejected(requested: str, dtype: str) -> None:
-    with pytest.raises(ConfigError, match=requested if requested == "q4" else "dtype"):
+    with pytest.raises(ConfigError, match=requested if requested in ("q4", "int8") else "dtype"):
         choose_cpu_format(requested, dtype)

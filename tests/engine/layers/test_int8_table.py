@@ -20,12 +20,13 @@ from tests.engine.checkpoint.gguf_samples import write_gguf
 needs_kernels = pytest.mark.skipif(not cpu_kernels_loaded(), reason="needs a C++ compiler and AVX2")
 
 
+@pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-def test_a_table_keeps_codes_and_addresses(rows: int) -> None:
-    table = Int8Table(rows, 96)
+def test_a_table_keeps_codes_and_addresses(rows: int, group: int) -> None:
+    table = Int8Table(rows, 96, group)
     addresses = (table.codes.data_ptr(), table.scales.data_ptr())
     codes = torch.randint(-128, 128, (rows, 96), dtype=torch.int8)
-    scales = torch.rand(rows, 3).half()
+    scales = torch.rand(rows, 96 // group).half()
     table.store(codes, scales)
     assert all(map(torch.equal, table.load(), (codes, scales)))
     assert (table.codes.data_ptr(), table.scales.data_ptr()) == addresses

@@ -17,7 +17,7 @@ from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError
 from engine.layers.activation import ACTIVATIONS
 from engine.layers.int4 import Int4Weight, int4_available
-from engine.loader.cpu_formats import build_int4_model
+from engine.loader.cpu_formats import build_low_bit_model
 from engine.loader.weights import load_dummy, load_hf_folder, load_weights
 from engine.models import ModelConfig, build_model, config_from_dict
 from engine.models.decoder import FUSED_ACTIVATIONS, Decoder, unfused_parts
@@ -145,7 +145,7 @@ def test_fused_kernels_read_windows_and_joined_tensors(family: str) -> None:
 @torch.no_grad()
 def test_4_bit_weights_compute_what_they_store(family: str) -> None:
     config = config_in_engine(family, intermediate_size=128)
-    model = build_int4_model(config, torch.bfloat16, MAX_LEN)
+    model = build_low_bit_model(config, torch.bfloat16, MAX_LEN)
     load_dummy(model)
     assert any(isinstance(layer.method, Int4Weight) for layer in model.modules() if hasattr(layer, "method"))
     exact = build_model(config, torch.float32, "cpu", MAX_LEN)

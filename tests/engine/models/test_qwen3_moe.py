@@ -12,7 +12,7 @@ from engine.attention.kv_cache import KVCache
 from engine.distributed.tensor_parallel import TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.moe import MoE
-from engine.loader.cpu_formats import build_int4_model
+from engine.loader.cpu_formats import build_low_bit_model
 from engine.loader.weights import load_dummy, load_hf_folder, load_weights, stage_update
 from engine.megatron.config import transformer_config_values
 from engine.models import Decoder, build_model, config_from_dict, supported_architectures
@@ -226,7 +226,7 @@ def test_dummy_weights_fill_every_expert() -> None:
 def test_formats_without_experts_are_refused() -> None:
     model = make_model()
     with pytest.raises(ModelError, match="can't be quantised: its experts"):
-        build_int4_model(model.config, torch.bfloat16)
+        build_low_bit_model(model.config, torch.bfloat16)
     with pytest.raises(ModelError, match="its 24 columns of an expert are not a multiple of 16"):
         build_model(model.config, torch.float32, "meta", parallel=TensorParallel(0, 2))
     with pytest.raises(

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.distributed.tensor_parallel import SINGLE_RANK, TensorParallel
 from engine.errors import ModelError, WeightUpdateError
 from engine.layers.int4 import Int4Weight, int4_available
-from engine.loader.cpu_formats import build_int4_model
+from engine.loader.cpu_formats import build_low_bit_model
 from engine.loader.weights import iterate_safetensors, load_dummy, load_hf_folder, load_weights, stage_update
 from engine.models import Decoder, build_model, config_from_dict
 from tests.support.gloo_ranks import run_ranks
@@ -220,7 +220,7 @@ def test_ranks_store_their_parts_of_the_quantised_model(case: str) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = empty_model(case, intermediate_size=128, **sizes).config
     whole, *parts = (
-        build_int4_model(config, torch.bfloat16, parallel=parallel)
+        build_low_bit_model(config, torch.bfloat16, parallel=parallel)
         for parallel in (SINGLE_RANK, TensorParallel(0, 2), TensorParallel(1, 2))
     )
     for model in (whole, *parts):

@@ -9,7 +9,7 @@ from engine.errors import ModelError
 from engine.kernels.linear_weight import PLAIN_FORMATS, LinearWeight
 from engine.layers.int4 import dequantize, effective_weight, int4_available, unpack_codes
 from engine.layers.int4_layout import int4_layout
-from engine.loader.cpu_formats import build_int4_model
+from engine.loader.cpu_formats import build_low_bit_model
 from engine.loader.weights import load_dummy
 from engine.models import Decoder, build_model, config_from_dict
 from engine.models.decoder_tensors import require_formats
@@ -45,7 +45,7 @@ def test_a_plain_weight_is_the_parameter_itself(dtype: torch.dtype, name: str) -
 
 @pytest.mark.skipif(not int4_available(), reason="needs a CPU with AVX2 or AVX-512 and the 4-bit kernel")
 def test_a_quantised_weight_is_refused_by_layer_and_format() -> None:
-    model = build_int4_model(make_model(torch.bfloat16).config, torch.bfloat16)
+    model = build_low_bit_model(make_model(torch.bfloat16).config, torch.bfloat16)
     load_dummy(model)
     head = model.tensors().head
     layer, storage = model.tensors().layer(0), model.layers[0].attn.qkv
