@@ -382,5 +382,5 @@ def _called_names(code: types.CodeType) -> frozenset[str]:
 
 
 def absent_names(code: types.CodeType, namespace: dict[str, Any]) -> list[str]:
-    """Return the global names that code may read and that do not exist, or are those of builtins."""
+    """Return the global names that code may read and that do not exist, or belong to builtins."""
     return [name for name in _loaded_globals(code) if name not in namespace]
