@@ -11,6 +11,7 @@ import torch
 from server.http.json_text import encoded
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_request_sizes import MAX_TURN_SECONDS, LongestTurn
+from tests.support.waiting import PATIENCE
 
 PROMPT = "the quick brown fox"
 SAMPLING = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -74,7 +75,7 @@ def test_each_prompt_may_ask_for_them(server, reference):
 def test_an_answer_of_megabytes_does_not_stall_others(server, stream):
     text = "red fox " * 400
     with LongestTurn(server) as longest:
-        response = server.post("/generate", body([text] * 3, stream=stream), timeout=120)
+        response = server.post("/generate", body([text] * 3, stream=stream), timeout=PATIENCE)
     assert response.status_code == 200 and len(response.content) > 3_000_000
     assert longest.seconds < MAX_TURN_SECONDS
     server.wait_idle()

@@ -200,7 +200,7 @@ def test_a_worker_that_ends_breaks_only_its_own_streams_and_is_replaced(server):
     assert server.metric("engine_restarts_total") == 0
     # The counts of the lost worker remain. The ends of its broken streams were never counted.
     assert server.metric("request_success_total") == before + 1 + len(whole)
-    Stream(server, SHORT).join(60)
+    Stream(server, SHORT).join(PATIENCE)
 
 
 def test_all_workers_see_an_engine_restart_and_its_counters_continue(server):
