@@ -183,7 +183,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(model: WheelModel, 
             [sys.executable, "-c", script],
             stdout=subprocess.PIPE,
             check=True,
-            timeout=60,
+            timeout=600,
             stderr=slave if terminal else subprocess.PIPE,
         )
         shown = os.read(master, 65536).decode() if terminal else done.stderr.decode()
@@ -242,6 +242,6 @@ def test_a_hub_name_that_cannot_be_fetched_is_one_clear_error(tmp_path: Path) ->
         "try: resolve_model('no-such-owner/no-such-model')\nexcept ModelError as error: print(error)"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, env=environment)
     assert "no-such-owner/no-such-model" in done.stdout and "give the folder" in done.stdout
     assert "Traceback" not in done.stderr
