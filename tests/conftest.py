@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests.hub_server import Hub, running_hub
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # The same examples in every run, without limits on time. `--hypothesis-profile random` looks for others.
+    busy = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "same", derandomize=True, database=None, deadline=None, suppress_health_check=busy, print_blob=True
+    )
+    hypothesis.settings.register_profile("random", derandomize=False, deadline=None, suppress_health_check=busy)
+    hypothesis.settings.load_profile(config.getoption("--hypothesis-profile", None) or "same")
+
     # A shell has it ignored for what it runs in the background, and every process of a test would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
