@@ -118,7 +118,7 @@ def test_a_bar_shows_the_whole_time_of_a_task(eager):
         time.sleep(1.1)
         with shown:
             shown(1, 2)
-        assert int(re.search(r"00:(\d\d)<", drawn())[1]) >= 1
+        assert max(map(int, re.findall(r"00:(\d\d)<", drawn()))) >= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"enabled": False}])
