@@ -26,7 +26,7 @@ def test_disconnecting_from_a_stream_aborts_all_its_sequences(long_server, path)
             next(lines)
             assert server.service.admission.in_flight > 0
     server.wait_idle()
-    assert server.metric("encore_request_success_total", finished_reason="abort") > aborted
+    server.wait(lambda: server.metric("encore_request_success_total", finished_reason="abort") > aborted, "the count")
 
 
 @pytest.mark.parametrize("path", BODIES)
