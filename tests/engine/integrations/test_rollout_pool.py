@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="the pool runs on Ray")
 pytestmark = pytest.mark.filterwarnings("default")  # of Ray's own modules
 
 from engine.integrations.rollout_pool import RolloutPool  # noqa: E402
-from tests.support.waiting import wait  # noqa: E402
+from tests.support.waiting import descendants, wait  # noqa: E402
 
 PROMPTS = [[5, 9, 11], [40, 41], [7] * 20, [100, 3, 55, 8], [12, 13]]
 
@@ -47,9 +47,8 @@ def engine(config: EngineConfig) -> Iterator[Engine]:
 
 
 def pids() -> list[int]:
-    """The processes of the engines."""
-    found = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid in found if command_of(pid).startswith("ray::EngineActor")]
+    """The processes of the engines. Other tests of the machine may have some too."""
+    return [pid for pid in descendants(os.getpid()) if command_of(pid).startswith("ray::EngineActor")]
 
 
 def tokens(outputs) -> list[list[list[int]]]:
