@@ -170,6 +170,15 @@ def test_an_unwritable_cache_folder_is_named_in_the_error(model: WheelModel, tmp
         default_gguf(model, str(tmp_path / "file" / "cache"))
 
 
+def written_to(master: int, slave: int) -> str:
+    """Return all that was written to a pseudo-terminal, which arrives in order, but not at once."""
+    os.write(slave, b"\0")
+    text = b""
+    while not text.endswith(b"\0"):
+        text += os.read(master, 65536)
+    return text.decode()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(model: WheelModel, tmp_path: Path, terminal: bool) -> None:
     script = (
@@ -186,7 +195,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(model: WheelModel, 
             timeout=600,
             stderr=slave if terminal else subprocess.PIPE,
         )
-        shown = os.read(master, 65536).decode() if terminal else done.stderr.decode()
+        shown = written_to(master, slave) if terminal else done.stderr.decode()
     finally:
         os.close(master)
         os.close(slave)

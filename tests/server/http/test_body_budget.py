@@ -43,7 +43,9 @@ def held(server):
 def whole_answer(connection):
     text = ""
     while not text.endswith("}}"):
-        text += connection.recv(65536).decode()
+        chunk = connection.recv(65536)
+        assert chunk, f"closed after {text!r}"
+        text += chunk.decode()
     return text
 
 
