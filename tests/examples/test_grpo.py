@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^ +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +(\S+) +(\d+) +(\d+) +(\d+)$", re.MULTILINE)
 
 
-def run(*command: str, timeout: float = 180, environment: dict[str, str] | None = None) -> str:
+def run(*command: str, timeout: float = 1200, environment: dict[str, str] | None = None) -> str:
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=variables, timeout=timeout
