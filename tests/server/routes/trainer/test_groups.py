@@ -108,7 +108,7 @@ def broadcast(port: int, folder, name: str, world_size: int) -> None:
 def receive(port: int, folder, name: str, world_size: int) -> None:
     """A second engine, which must get the same tensors."""
     sent = safetensors.torch.load_file(next(folder.glob("*.safetensors")))
-    group = WeightGroup.join("127.0.0.1", port, rank=2, world_size=world_size, name=name, timeout=60)
+    group = WeightGroup.join("127.0.0.1", port, rank=2, world_size=world_size, name=name, timeout=PATIENCE)
     received = group.receive([TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in sent.items()])
     group.close()
     assert all(torch.equal(tensor, sent[key]) for key, tensor in received)
@@ -245,7 +245,7 @@ def test_a_trainer_that_was_started_again_need_not_wait_for_its_earlier_call(
     server, trainer, weights, references, threads
 ):
     body = {"init_info": place(free_port(), timeout=12)}
-    lost = threads.submit(server.post, "/init_weight_transfer_engine", body, timeout=60)
+    lost = threads.submit(server.post, "/init_weight_transfer_engine", body)
     port = trainer("vllm")
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     server.answer("/update_weights", {"update_info": specs(weights), "weight_version": "b"})
