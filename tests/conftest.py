@@ -7,18 +7,35 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests.hub_server import Hub, running_hub
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The same examples in every run, without limits on time. `--hypothesis-profile random` looks for others.
+    busy = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "same", derandomize=True, database=None, deadline=None, suppress_health_check=busy, print_blob=True
+    )
+    hypothesis.settings.register_profile("random", derandomize=False, deadline=None, suppress_health_check=busy)
+    hypothesis.settings.load_profile(config.getoption("--hypothesis-profile", None) or "same")
+
+    # A shell has it ignored for what it runs in the background, and every process of a test would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +62,14 @@ def same_settings_after_a_module() -> Iterator[None]:
 
 def encore_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("ENCORE_")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_http_clients() -> None:
+    """Let httpx wait for answers longer than by default, which is 5 s: a busy machine exceeds that."""
+    from httpx._config import DEFAULT_TIMEOUT_CONFIG as default
+
+    default.connect = default.read = default.write = default.pool = PATIENCE
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 COMMIT = "a" * 40
 Files = dict[str, bytes]
 
@@ -103,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 if limits is self.server.stall:
                     self.server.stalled.set()
-                    self.server.resume.wait(60)
+                    self.server.resume.wait(PATIENCE)
                 return
         self.wfile.write(body)
 

@@ -7,6 +7,7 @@
 - CUDA graphs are captured in one file.
 - No Python file holds the source of a page.
 - Docstrings, comments and messages name things instead of pointing at them with a pronoun.
+- No test asserts that something took less than a time on the clock, which a busy machine exceeds.
 
 Each rule is a function from files to violations, so that tests also show that it finds one.
 """
@@ -280,6 +281,29 @@ def avoided_phrases(source: str) -> list[tuple[int, str]]:
     ]
 
 
+CLOCKS = {"time.monotonic", "time.perf_counter", "time.time"}
+
+
+def time_limits(source: str) -> list[int]:
+    """Return the lines that assert an upper bound of the time that has passed on a clock."""
+    lines: list[int] = []
+    if not any(f"{clock}()" in source for clock in CLOCKS):
+        return lines
+    for check in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)):
+        for compare in (node for node in ast.walk(check.test) if isinstance(node, ast.Compare)):
+            values = [compare.left, *compare.comparators]
+            for left, operator, right in zip(values, compare.ops, values[1:], strict=False):
+                smaller = left if isinstance(operator, (ast.Lt, ast.LtE)) else right
+                lines += [node.lineno for node in ast.walk(smaller) if _is_elapsed_time(node)]
+    return lines
+
+
+def _is_elapsed_time(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and isinstance(node.left, ast.Call)):
+        return False
+    return dotted(node.left.func) in CLOCKS
+
+
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -451,6 +475,30 @@ def test_docstrings_comments_and_messages_use_plain_words(package):
 )
 def test_an_avoided_phrase_is_found(source, found):
     assert avoided_phrases(source) == found
+
+
+def test_no_test_asserts_a_time_limit():
+    """Wait for the event (tests.support.waiting), or compare processor time, counts or orders."""
+    files = [path for path in sources("tests") if "soak" not in path.parts]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in time_limits(path.read_text("utf-8"))]
+    assert found == [], found
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("assert time.monotonic() - began < 5", [1]),
+        ("assert done and 0.5 <= time.perf_counter() - began <= 2, shown", [1]),
+        ("assert 5 > time.time() - began", [1]),
+        ("assert time.monotonic() - began > 0.5", []),
+        ("assert 0.5 <= time.monotonic() - began", []),
+        ("assert time.process_time() - began < 5", []),
+        ("while time.monotonic() - began < 5: pass", []),
+        ("assert time.monotonic() < end", []),
+    ],
+)
+def test_a_time_limit_is_found(source, lines):
+    assert time_limits(source) == lines
 
 
 def test_no_file_has_the_markers_of_an_unresolved_merge():

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -122,9 +121,7 @@ def test_an_index_out_of_reach_leaves_the_choice_to_pip(setup: Setup, index: str
         "no_answer": silent,
         "no_name": "http://index.invalid/whl/cpu",
     }[failure]
-    started = time.monotonic()
-    done, installs = setup.run(TORCH_INDEX=url)
-    assert time.monotonic() - started < 30  # the probe ends after 4 s; the rest is for a busy machine
+    done, installs = setup.run(TORCH_INDEX=url)  # ends: the probe has a limit
     assert done.returncode == 0 and installs == ["torch==2.13.0", "torch==2.13.0 -e ."]
     assert f"can't be reached: {url}; pip looks in the sources that it is configured with" in done.stderr
     assert "else 3 GB with CUDA from PyPI" in done.stderr and "Alarm" not in done.stderr

@@ -23,7 +23,7 @@ from typing import Any
 from engine.errors import ConfigError
 from server.cli.json_object import json_object
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 30.0  # an engine answers between two steps or captures
 MIN_STEPS = 1000  # fewer come from a handful of requests: one request of 200 tokens is 200 steps of similar batches
 ADDRESS = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]+):\d+(/.*)?")  # HOST:PORT without http://, as curl takes it
 

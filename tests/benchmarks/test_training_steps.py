@@ -31,7 +31,7 @@ def test_a_way_with_graphs_runs_and_replays(arguments):
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])

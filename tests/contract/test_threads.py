@@ -12,6 +12,7 @@ from torch import nn
 from graph_cache import BATCH, Buckets, BufferSpec, GraphCache, GraphError, Site, StaticBuffers
 from graph_cache.core.stats import CacheStats
 from tests.contract.training_models import LENGTH, ROWS, WIDTH, attached, iteration_of, twins
+from tests.support.waiting import PATIENCE
 
 INPUT = {"x": BufferSpec((BATCH, 4), torch.float32)}
 THREADS, CALLS = 8, 400
@@ -77,7 +78,7 @@ def test_a_graph_may_be_dropped_while_other_threads_call(pool, device):
 
 
 def test_functions_that_are_never_captured_run_at_the_same_time(pool, device):
-    meet, calls = threading.Barrier(2, timeout=30), []
+    meet, calls = threading.Barrier(2, timeout=PATIENCE), []
 
     def fn(x):
         calls.append(None)  # refused
@@ -179,7 +180,7 @@ def test_attached_modules_called_by_two_threads_give_each_its_own_gradients(pool
     for index in range(4):
         gradients(model, inputs[index])
     assert stats.replays  # of the first thread, which stays the owner
-    wrong, start, parameters = [], threading.Barrier(3, timeout=60), list(model.parameters())
+    wrong, start, parameters = [], threading.Barrier(3, timeout=PATIENCE), list(model.parameters())
 
     def work(offset):
         start.wait()

@@ -111,7 +111,7 @@ def test_a_shell_block_runs(block: Block, live: RunningServer, tiny_model: Path,
     script = adapted(block.text, live, tiny_model)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=120, stdin=subprocess.DEVNULL,
+        timeout=600, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     assert '"error"' not in done.stdout

@@ -7,6 +7,7 @@ import pytest
 from engine import SamplingParams
 from engine.errors import RequestError
 from tests.engine.lively import PROMPTS, greedy
+from tests.support.waiting import PATIENCE
 
 
 def lengths(*counts: int) -> list[SamplingParams]:
@@ -52,7 +53,7 @@ def test_threads_share_the_batches_of_one_engine(make_engine, reference):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(PATIENCE)
     assert found == {index: reference.greedy(PROMPTS[index], 20 + index) for index in range(4)}
     engine.idle_check()
 

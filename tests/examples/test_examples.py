@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(*command: str, **variables: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=180
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return done.stdout
@@ -40,14 +41,11 @@ def test_the_capture_core_replays_what_eager_computes() -> None:
     shown = run("examples/capture_core.py")
     rows = re.findall(r"^(encoder|mlp) +([124]) +\d+ us +\d+ us +(yes|no) +(.*)$", shown, re.MULTILINE)
     assert len(rows) == 6 and {equal for _, _, equal, _ in rows} == {"yes"}
-    assert {gain for name, _, _, gain in rows if name == "mlp"} == {"slower: see --help"}
+    assert all(re.fullmatch(r"\d+\.\d times as fast|slower: see --help", gain) for *_, gain in rows)
     assert "captures         6 " in shown
 
 
 def test_a_server_is_called_and_its_buckets_are_tuned(tiny_model: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = f"import runpy, sys; sys.argv[1:] = [{str(tiny_model)!r}, '{port}']; "
+    program = f"import runpy, sys; sys.argv[1:] = [{str(tiny_model)!r}, '{free_port()}']; "
     shown = run("-c", program + "runpy.run_path('examples/serve_and_call.py', run_name='__main__')")
     assert "captured" in shown and "--graph-buckets" in shown

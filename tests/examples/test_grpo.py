@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.server.conftest import running, tiny_config
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^ +(\d) +([\d.]+) +([\d.]+) +([\d.]+) +(\S+) +(\d+) +(\d+) +(\d+)$", re.MULTILINE)
 
 
-def run(*command: str, timeout: float = 180, environment: dict[str, str] | None = None) -> str:
+def run(*command: str, timeout: float = 1200, environment: dict[str, str] | None = None) -> str:
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {})
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=variables, timeout=timeout
@@ -54,12 +54,6 @@ def test_a_pool_of_engines_learns_too() -> None:
     assert float(row[3]) > 1.5 and float(row[4]) < 1e-4
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def rewards_of(shown: str) -> list[float]:
     """Return the printed rewards, after checking what the examples over HTTP print at their end."""
     assert float(re.search(r"^largest difference of log-probabilities: (\S+)$", shown, re.MULTILINE)[1]) < 1e-4
@@ -69,12 +63,12 @@ def rewards_of(shown: str) -> list[float]:
 
 @pytest.mark.slow
 def test_a_server_is_trained_over_http() -> None:
-    rewards = rewards_of(run("examples/grpo_over_http.py", "--steps", "30", "--port", free_port()))
+    rewards = rewards_of(run("examples/grpo_over_http.py", "--steps", "30", "--port", str(free_port())))
     assert len(rewards) == 3 and rewards[2] > 1.2 * rewards[0]
 
 
 def test_a_server_takes_weights_over_a_group_and_captures_nothing() -> None:
-    shown = run("examples/grpo_remote.py", "--steps", "3", "--port", free_port())
+    shown = run("examples/grpo_remote.py", "--steps", "3", "--port", str(free_port()))
     assert len(rewards_of(shown)) == 1
     assert "the server holds the trainer's weights: yes\n" in shown
 
@@ -82,7 +76,7 @@ def test_a_server_takes_weights_over_a_group_and_captures_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_a_server_is_trained_over_a_group(dialect: str) -> None:
-    shown = run("examples/grpo_remote.py", "--steps", "60", "--port", free_port(), "--dialect", dialect)
+    shown = run("examples/grpo_remote.py", "--steps", "60", "--port", str(free_port()), "--dialect", dialect)
     rewards = rewards_of(shown)
     assert len(rewards) == 6 and rewards[5] > 1.5 * rewards[0]
     assert "the server holds the trainer's weights: yes\n" in shown

@@ -17,7 +17,7 @@ def test_the_example_trains_the_same_with_graphs_and_generates_text():
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -18,7 +18,7 @@ def test_the_example_trains_to_a_lower_loss_equal_with_and_without_graphs():
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

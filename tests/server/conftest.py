@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from server.config import ServerConfig
 from server.keys import Keys
 from server.serving.service import Service
 from server.workers.http_server import listen, uvicorn_config
+from tests.support.waiting import wait
 
 
 @dataclass
@@ -65,12 +65,9 @@ class RunningServer:
         assert samples, f"/metrics has no {name} with {labels}"
         return sum(sample.value for sample in samples)
 
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    def wait(self, condition: Callable[[], object], what: str) -> None:
         """Wait until `condition` holds."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"{what} did not come within {seconds} s"
-            time.sleep(0.01)
+        wait(condition, what)
 
     def wait_idle(self) -> None:
         """Wait until no sequence is in flight, in the server or in the engine."""
@@ -92,11 +89,11 @@ def running(config: ServerConfig, wait_ready: bool = True) -> Iterator[RunningSe
     thread.start()
     url = "http://{}:{}".format(*listener.getsockname())
     try:
-        with httpx.Client(base_url=url, timeout=30) as http:
+        with httpx.Client(base_url=url) as http:
             handle = RunningServer(url, app.state.service, http)
             handle.wait(lambda: server.started, "the server's start")
             if wait_ready:
-                handle.wait(lambda: http.get("/ready").status_code == 200, "readiness", 30)
+                handle.wait(lambda: http.get("/ready").status_code == 200, "readiness")
             yield handle
     finally:
         server.should_exit = True

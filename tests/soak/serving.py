@@ -29,7 +29,7 @@ class Serving:
 
     def get(self, path: str) -> str:
         """Return the body of a GET request."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=120) as response:
             return response.read().decode()
 
     def metric(self, name: str) -> float:
@@ -86,13 +86,13 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Serving]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
 
 
-async def _ready(process: subprocess.Popen[bytes], log: Path, seconds: float = 180) -> Serving:
+async def _ready(process: subprocess.Popen[bytes], log: Path, seconds: float = 600) -> Serving:
     async with asyncio.timeout(seconds):
         while process.poll() is None:
             found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())

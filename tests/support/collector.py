@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from tests.support.waiting import PATIENCE
+
 
 class Span(NamedTuple):
     """A span as the collector received it. Ids are hexadecimal, times in nanoseconds."""
@@ -32,7 +34,7 @@ class Collector:
         self.url = url
         self.spans: list[Span] = []
 
-    def wait(self, condition: Callable[[list[Span]], bool], seconds: float = 20.0) -> list[Span]:
+    def wait(self, condition: Callable[[list[Span]], bool], seconds: float = PATIENCE) -> list[Span]:
         """Wait until the spans meet a condition, and return them."""
         end = time.monotonic() + seconds
         while not condition(spans := list(self.spans)):

@@ -5,9 +5,13 @@ The batch is an array and each event a map with its name under "type", as vLLM s
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 from tests.support.kv_view import View
+from tests.support.waiting import PATIENCE
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -48,18 +52,29 @@ def decode(payload: bytes) -> Batch:
     return msgspec.msgpack.decode(payload, type=Batch)
 
 
+def subscribed(endpoint: str, topic: str) -> zmq.Socket:
+    """Return a SUB socket that the publisher knows: a PUB socket sends nothing to others."""
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.subscribe(topic)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    socket.connect(endpoint)
+    assert monitor.poll(1000 * PATIENCE), f"no publisher at {endpoint}"
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    time.sleep(0.3)  # the topic follows the handshake
+    return socket
+
+
 class Subscriber:
     """A SUB socket on one topic, which checks that sequence numbers have no gap, and a view."""
 
     def __init__(self, endpoint: str, topic: str = "", replay_endpoint: str | None = None):
         self.view = View()
         self.next = 0
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.connect(endpoint)
-        self._socket.subscribe(topic)
+        self._socket = subscribed(endpoint, topic)
         self._topic, self._replay_endpoint = topic.encode(), replay_endpoint
 
-    def receive(self, seconds: float = 5.0) -> Batch | None:
+    def receive(self, seconds: float = PATIENCE) -> Batch | None:
         if not self._socket.poll(1000 * seconds):
             return None
         topic, number, payload = self._socket.recv_multipart()
@@ -75,6 +90,11 @@ class Subscriber:
         while self.receive(seconds) is not None:
             pass
 
+    def receive_until(self, condition: Callable[[], bool]) -> None:
+        """Apply batches until a condition holds."""
+        while not condition():
+            assert self.receive() is not None, "the last batch changed nothing"
+
     def replay(self, start: int = 0) -> list[tuple[int, Batch]]:
         """Request earlier batches from sequence number `start` on."""
         socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -83,7 +103,7 @@ class Subscriber:
             socket.send_multipart((b"", start.to_bytes(8, "big")))
             found = []
             while True:
-                assert socket.poll(5000), "the replay has no end"
+                assert socket.poll(1000 * PATIENCE), "the replay has no end"
                 empty, number, payload = socket.recv_multipart()
                 assert empty == b""
                 if int.from_bytes(number, "big", signed=True) == -1:

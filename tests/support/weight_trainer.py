@@ -11,6 +11,7 @@ from typing import Any
 import safetensors.torch
 
 from engine.distributed.weight_group import WeightGroup
+from tests.support.waiting import PATIENCE
 
 
 def run(pipe: Any, file: Path, backend: str, device: str) -> None:
@@ -22,10 +23,10 @@ def run(pipe: Any, file: Path, backend: str, device: str) -> None:
             port, name, options, ends = pipe.recv()
         except EOFError:
             return
-        where = {"backend": backend, "device": device, "timeout": 60}
+        where = {"backend": backend, "device": device, "timeout": PATIENCE}
         group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, **where)
         if ends == "sends nothing":
-            time.sleep(20)
+            time.sleep(3600)  # until it is killed
         elif ends == "dies":
             group.send(tensors[: len(tensors) // 2])
             os._exit(1)
@@ -52,12 +53,12 @@ class Trainer:
     def send(self, port: int, name: str, *, ends: str = "", **options: Any) -> None:
         """Join the group `name` at `port` and send all weights with these options of WeightGroup.send.
 
-        `ends` "dies": the process ends after half of them; "sends nothing": it only joins, for 20 seconds.
+        `ends` "dies": the process ends after half of them; "sends nothing": it only joins.
         """
         if not self._process.is_alive():
             self._start()
         if not self._is_ready:
-            assert self._pipe.poll(90) and self._pipe.recv() == "ready"
+            assert self._pipe.poll(PATIENCE) and self._pipe.recv() == "ready"
             self._is_ready = True
         self._pipe.send((port, name, options, ends))
         if ends == "dies":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from engine.errors import EngineError
 from engine.protocol.structured_outputs import StructuredOutputs
@@ -11,12 +12,16 @@ from engine.utils.processes.child import ChildProcess
 
 logger = logging.getLogger(__name__)
 
-CHECK_SECONDS = 5.0
+CHECK_SECONDS = 5.0  # of processor time: what a constraint takes does not depend on what else the machine runs
+POLL_SECONDS = 0.05  # between two looks at it
+HANG_FACTOR = 20  # of its processor time, after which a check is given up: its process got less than a twentieth
 START_SECONDS = 60.0
 
 
 class GrammarChecker:
     """One checking process, started for the first check and again after one that was killed.
+
+    A check may take `seconds` of processor time.
 
     Only `stop` may be called from another thread.
     """
@@ -34,10 +39,12 @@ class GrammarChecker:
         """
         child = self._child or self._start()
         try:
+            used, deadline = child.cpu_seconds(), time.monotonic() + HANG_FACTOR * self._seconds
             child.pipe.send(outputs)
-            if not child.pipe.poll(self._seconds):
-                self.close()
-                raise outputs.error(f": takes more than {self._seconds:g} s to compile; simplify it")
+            while not child.pipe.poll(POLL_SECONDS):
+                if child.cpu_seconds() - used >= self._seconds or time.monotonic() > deadline:
+                    self.close()
+                    raise outputs.error(f": takes more than {self._seconds:g} s to compile; simplify it")
             grammar, nbytes, refusal = child.pipe.recv()
         except (EOFError, OSError) as error:
             logger.warning("a structured output was refused: %s while compiling it", child.exit_reason())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
 from engine.utils.processes import child_main
@@ -25,7 +26,7 @@ from engine.utils.processes.signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODE_SECONDS = 1.0  # a closed pipe may precede the exit code by this much
+EXIT_CODE_SECONDS = 5.0  # a closed pipe may precede the exit code by this much, on a busy machine
 
 
 class ChildProcess:
@@ -74,6 +75,14 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             logger.debug("%s still runs after %s s", self.name, seconds)
         return self.exit_code
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the process has used; 0.0 once it has ended, and on a system without /proc."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def exit_reason(self) -> str:
         """Return the sentence that says how the process ended. Call it after the pipe has closed."""

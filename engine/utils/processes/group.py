@@ -12,7 +12,7 @@ from engine.utils.processes.child import ChildProcess
 
 logger = logging.getLogger(__name__)
 
-FAILURE_GRACE_SECONDS = 2.0  # a connection error may precede the message with its cause by this much
+FAILURE_GRACE_SECONDS = 5.0  # a connection error may precede the message with its cause by this much
 
 
 class ProcessGroup:

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.registry import config_from_folder
 from tests.hub_server import Hub
+from tests.support.waiting import PATIENCE
 
 BERT = b'{"architectures": ["BertModel"], "model_type": "bert"}'
 
@@ -109,7 +110,7 @@ def test_a_killed_download_goes_on_where_it_stopped(hub: Hub, tiny_model: Path, 
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL)
     partial = tmp_path / "hf/hub/models--acme--tiny/blobs"
-    assert hub.stalled.wait(60)
+    assert hub.stalled.wait(PATIENCE)
     while not any(one.stat().st_size >= 20_000_000 for one in partial.glob("*.partial")):
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -32,6 +30,7 @@ from engine.errors import (
 from engine.protocol.messages import Ready
 from engine.text.tokenizer import Tokenizer
 from tests.engine.lively import PROMPTS, SETTINGS, greedy
+from tests.support.waiting import PATIENCE, is_alive, until, wait_for_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,13 +69,6 @@ def supervised(config: EngineConfig, restarts: RestartPolicy | None = None) -> t
     """Create what `make_client` does, and the supervisor, which knows the engine's process id."""
     supervisor = Supervisor(lambda: ProcessTransport(config), restarts)
     return EngineClient(config, supervisor), supervisor
-
-
-async def until(condition, what: str, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
-        await asyncio.sleep(0.01)
 
 
 async def idle(client: EngineClient) -> None:
@@ -220,7 +212,7 @@ async def test_an_id_that_looks_like_another_requests_child_is_independent(clien
     many = asyncio.create_task(collect(client, "a", PROMPTS[0], greedy(60, n=2)))
     await asyncio.sleep(0.01)
     assert tokens(await collect(client, "a#0", PROMPTS[1], greedy(9))) == reference.greedy(PROMPTS[1], 9)
-    deltas = await asyncio.wait_for(many, 20)
+    deltas = await asyncio.wait_for(many, PATIENCE)
     assert tokens(deltas, 0) == tokens(deltas, 1) == reference.greedy(PROMPTS[0], 60)
 
 
@@ -229,7 +221,7 @@ async def test_drain_waits_for_running_requests(client):
     task = asyncio.create_task(collect(client, "a", [5, 6], greedy(300)))
     await until(lambda: client.num_pending, "the request")
     assert not await client.drain(0)
-    assert await client.drain(20)
+    assert await client.drain(PATIENCE)
     assert len(tokens(await task)) == 300
     task = asyncio.create_task(collect(client, "b", [5, 6], ENDLESS))
     await asyncio.sleep(0)
@@ -289,7 +281,7 @@ async def test_a_start_error_keeps_its_type_across_processes(lively_model):
     with pytest.raises(ConfigError, match="5000"):
         await client.start()
     assert not client.health().alive
-    assert not alive(supervisor.pid)
+    assert not is_alive(supervisor.pid)
 
 
 # ---- death ---------------------------------------------------------------------------------------------------------
@@ -303,24 +295,22 @@ async def test_a_killed_engine_fails_every_stream_and_closing_leaves_no_process(
         await until(lambda: client.stats().num_running == 6, "the requests")
         asking = asyncio.create_task(client.ask("graphs"))
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, asking, return_exceptions=True), 5)
-        await until(lambda: not client.health().alive, "the Dead report", 2 - (time.monotonic() - killed))
+        results = await asyncio.wait_for(asyncio.gather(*tasks, asking, return_exceptions=True), PATIENCE)
+        await until(lambda: not client.health().alive, "the Dead report")
         assert all(isinstance(result, EngineDead) for result in results[:4])
         assert isinstance(results[4], (EngineDead, list))  # it may have answered before the kill
         assert not client.health().ready and "-9" in client.health().reason
         for call in (collect(client, "late", [5], greedy(1)), client.graphs()):
             with pytest.raises(EngineDead):
                 await call
-        assert await client.drain(1)
-    assert not alive(pid)
+        assert await client.drain(0)
+    assert not is_alive(pid)
 
 
 async def test_a_hung_engine_fails_readiness_and_its_requests_when_killed(lively_model):
-    restarts = RestartPolicy(max_restarts=0, kill_seconds=3.0)
+    restarts = RestartPolicy(max_restarts=0)
     client, supervisor = supervised(EngineConfig(model=str(lively_model), **LONG), restarts)
     async with serving(client):
-        client.hang_seconds = 1.0
         pid = supervisor.pid
         waiting = asyncio.create_task(collect(client, "a", [5], ENDLESS))
         await until(lambda: client.stats().num_running == 1, "the request")
@@ -328,19 +318,17 @@ async def test_a_hung_engine_fails_readiness_and_its_requests_when_killed(lively
         os.kill(pid, signal.SIGSTOP)
         # More than a pipe holds: the client must not block until the engine reads it.
         flood = [asyncio.create_task(collect(client, f"flood-{i}", [5] * 30_000, greedy(1))) for i in range(20)]
-        lags, seen = [], set()
-        while client.health().alive and len(lags) < 100:
-            before = time.monotonic()
-            await asyncio.sleep(0.1)
-            lags.append(time.monotonic() - before)
-            health = client.health()
-            seen.add((health.alive, health.ready, "not reported" in health.reason))
-        assert max(lags) < 2.5
-        assert (True, False, True) in seen
+        await until(lambda: client.num_pending >= 2 * (1 + len(flood)), "all requests")
+        assert is_alive(pid) and client.health().alive
+        client.hang_seconds = 0.5
+        await until(lambda: not client.health().ready, "the hang to show")
+        assert client.health().alive and "not reported" in client.health().reason
+        assert is_alive(pid) and not any(task.done() for task in (waiting, *flood))
+        object.__setattr__(restarts, "kill_seconds", 0.5)  # only now: a busy machine makes an engine silent too
         for task in (waiting, *flood):
             with pytest.raises(EngineDead, match="hung"):
-                await asyncio.wait_for(task, 5)
-        assert not alive(pid)
+                await asyncio.wait_for(task, PATIENCE)
+        wait_for_end([pid])
 
 
 async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively_model, monkeypatch, reference):
@@ -350,7 +338,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
 
     def hold(self):
         entered.set()
-        release.wait(20)
+        release.wait(PATIENCE)
 
     monkeypatch.setattr(EngineLoop, "graphs", hold)
     async with started(EngineConfig(model=str(lively_model), **LONG), in_process=True) as client:
@@ -359,7 +347,7 @@ async def test_a_thread_that_hangs_fails_readiness_until_it_reports_again(lively
         await until(entered.is_set, "the hang")
         assert client.health().ready
         client.hang_seconds = 0.6
-        await until(lambda: not client.health().ready, "the hang to show", 3)
+        await until(lambda: not client.health().ready, "the hang to show")
         assert client.health().alive and "not reported" in client.health().reason
         release.set()
         await until(lambda: client.health().ready, "readiness")
@@ -415,18 +403,11 @@ async def test_the_engine_exits_when_its_client_process_is_killed(lively_model, 
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
     )
-    pid = int(await asyncio.wait_for(client.stdout.readline(), 60))
-    assert alive(pid)
+    pid = int(await asyncio.wait_for(client.stdout.readline(), PATIENCE))
+    assert is_alive(pid)
     client.kill()
     await client.wait()
-    await until(lambda: not alive(pid), "the engine's end", 5)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    await until(lambda: not is_alive(pid), "the engine's end")
 
 
 # ---- pause ---------------------------------------------------------------------------------------------------------
@@ -448,12 +429,12 @@ async def test_a_pause_freezes_holds_and_refuses_the_requests_of_every_client(cl
     held = asyncio.create_task(run("held", 5, names=["b", "group"]))
     await asyncio.sleep(0.3)
     assert await client.is_paused() and not running.done() and not held.done()
-    assert client.stats().pause == "keep" and client.stats().num_waiting == 1
+    await until(lambda: client.stats().pause == "keep" and client.stats().num_waiting == 1, "a snapshot of the pause")
     assert await client.abort_requests(["a"]) == 1
     deltas = await running
     assert deltas[-1].finish_reason == "abort" and sum(len(delta.token_ids) for delta in deltas) >= 10
     waiting = asyncio.create_task(client.pause("wait"))
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, PATIENCE)
     assert not held.done()
     await client.pause("abort")
     assert [delta.finish_reason for delta in await held] == ["abort"]
@@ -473,7 +454,7 @@ async def test_what_chats_need_is_prepared_while_the_model_loads(tiny_model):
         def start(self, on_report):
             def report(one):
                 if isinstance(one, Ready):
-                    assert prepared.wait(60)
+                    assert prepared.wait(PATIENCE)
                 on_report(one)
 
             super().start(report)

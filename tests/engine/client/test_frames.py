@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import pytest
@@ -13,6 +11,7 @@ from engine.client.frames import decode_report, encode_report
 from engine.client.router import EngineRouter
 from engine.client.transport import OnReport
 from engine.protocol.messages import AddressedReports, ClientDisconnected, Command, EngineStats, Lost, Snapshot
+from tests.support.waiting import PATIENCE, wait
 
 UNKNOWN = b"\x80\x05\x8c\x07nowhere\x8c\x05Thing\x93)R."  # a pickle of an object whose module this process lacks
 
@@ -37,15 +36,8 @@ class Wire:
         pass
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def received(client: Connection) -> bytes:
-    assert client.poll(20)
+    assert client.poll(PATIENCE)
     return client.recv_bytes()
 
 
@@ -72,11 +64,11 @@ def test_the_router_forwards_payloads_that_it_can_not_decode():
     with router.connect(3) as first, router.connect(4) as second:
         for payload in (UNKNOWN, b"", b"no pickle"):
             first.send_bytes(payload)
-        until(lambda: len(wire.forwarded) == 3)
+        wait(lambda: len(wire.forwarded) == 3, "the commands")
         assert wire.forwarded == [UNKNOWN, b"", b"no pickle"]
         wire.relay(decode_report(encode_report(AddressedReports([(4, UNKNOWN), (9, b"gone"), (3, b"\xff")]))))
         assert received(first) == b"\xff" and received(second) == UNKNOWN
-    until(lambda: len(wire.forwarded) == 5)
+    wait(lambda: len(wire.forwarded) == 5, "the end of the clients")
     assert sorted(pickle.loads(one).client for one in wire.forwarded[3:]) == [3, 4]
     assert isinstance(pickle.loads(wire.forwarded[3]), ClientDisconnected)
     router.stop(1.0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -18,16 +16,10 @@ from engine.client.transport import ProcessTransport
 from engine.errors import EngineDead, ModelError
 from engine.protocol.messages import Dead, Lost, Ready
 from engine.protocol.request import SamplingParams
+from tests.support.waiting import PATIENCE, until
 
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True, temperature=0.0)
 SHORT = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
-        await asyncio.sleep(0.02)
 
 
 async def tokens_of(client: EngineClient, name: str, params: SamplingParams = SHORT, prompt: int = 9) -> list[int]:
@@ -73,7 +65,7 @@ async def test_clients_share_an_engine_and_each_gets_its_own_answers(config):
         assert len(await other) == 3000
         await until(lambda: second.stats().ended.get("abort") == 1, "the abort of the first client's request")
         # A client that connects later gets the current state at once.
-        reconnected = await asyncio.wait_for(connect_client(router, config(), 2), 2)
+        reconnected = await asyncio.wait_for(connect_client(router, config(), 2), PATIENCE)
         assert reconnected.info() == second.info() and reconnected.stats().ended == second.stats().ended
         assert await tokens_of(reconnected, "a") == expected[0]
         assert [type(report) for report in reports if not hasattr(report, "stats")] == [Ready]

@@ -16,6 +16,7 @@ from engine.protocol.request import TokenEvent
 from graph_cache.core.host_ring import HostRing
 from tests.engine.core.test_loop import ARRIVALS, SMALL, prompt_of
 from tests.engine.lively import MANY, PROMPTS, SETTINGS, drain, greedy, request, tokens
+from tests.support.waiting import PATIENCE
 
 SAMPLING_PARAMS = (
     greedy(12), greedy(1), greedy(40, frequency_penalty=0.5), greedy(25, prompt_logprobs=0, logprobs=1),
@@ -54,7 +55,7 @@ def pair(lively_model, request):
     for engine in engines:  # else a request's first step depends on when its grammar is compiled
         for params in SAMPLING_PARAMS:
             if params.structured_outputs is not None:
-                engine.loop.constraints.compile(params).result(60)
+                engine.loop.constraints.compile(params).result(PATIENCE)
     yield [engine.loop for engine in engines]
     for engine in engines:
         engine.close()

@@ -26,6 +26,7 @@ from engine.text.grammars.vocabulary import VocabularySource
 from engine.text.tokenizer import Tokenizer
 from engine.worker.async_output import AsyncStepOutput
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
+from tests.support.waiting import PATIENCE
 
 SCHEMA = {
     "type": "object",
@@ -246,9 +247,8 @@ def test_the_grammars_of_ended_requests_are_not_compiled(make_engine):
     waiting = [loop.constraints.compile(params) for params in slow]
     loop.abort([str(number) for number in range(12)])
     assert sum(future.cancelled() for future in waiting) >= 8 and loop.constraints.num_compiling == 0
-    began = time.monotonic()
     loop.add(request("good", PROMPTS[1], constrained({"regex": "ab"})))
-    assert tokens(drain(loop)["good"]) and time.monotonic() - began < 30
+    assert tokens(drain(loop)["good"])
 
 
 def test_a_grammar_that_exceeds_its_limits_ends_only_its_request(engine):
@@ -463,7 +463,7 @@ def test_a_fill_in_the_background_never_writes_masks_of_a_later_step(tiny_model,
     for slot, params in enumerate(({"structured_outputs": {"regex": "a"}}, {"allowed_token_ids": [5, 6]})):
         one = EngineRequest(request_id=str(slot), prompt_token_ids=[3], params=SamplingParams(**params), seed=0)
         if one.params.structured_outputs is not None:
-            constraints.compile(one.params).result(60)
+            constraints.compile(one.params).result(PATIENCE)
         assert constraints.begin(one)
         requests.append(Request(one, "weights", frozenset((2,))))
         requests[-1].slot = slot

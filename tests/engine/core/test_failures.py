@@ -17,6 +17,7 @@ from engine.errors import EngineError, RequestError
 from engine.protocol.messages import Abort, Ask, Dead, Events, Reply, Snapshot, Stop, Submit
 from engine.protocol.request import TokenEvent
 from tests.engine.lively import MANY, PROMPTS, drain, greedy, request, tokens
+from tests.support.waiting import PATIENCE
 
 # ---- steps that fail -----------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
     """A capture takes half a second on a CPU. It begins once no request came for a while, or beside running ones."""
     engine = make_engine(warmup="background")
     commands = iter([None, Submit([request("a", PROMPTS[0], greedy(3))])])
-    sent, quiet = [], time.monotonic() + 20
+    sent, quiet = [], time.monotonic() + PATIENCE
 
     def receive(timeout):
         has_ended = sent and sent[-1][0].finish_reason and engine.loop.stats().graphs["captures"]
@@ -152,7 +153,7 @@ def test_the_first_request_after_a_start_waits_for_no_capture(make_engine):
 @pytest.mark.parametrize("warmup", ["lazy", "background"])
 def test_long_lived_objects_are_frozen_for_the_garbage_collector_while_serving(make_engine, warmup):
     loop = make_engine(warmup=warmup).loop
-    frozen, turns, until = [], itertools.count(), time.monotonic() + 20
+    frozen, turns, until = [], itertools.count(), time.monotonic() + PATIENCE
 
     def receive(timeout):
         turn = next(turns)
@@ -225,7 +226,7 @@ def test_a_call_waits_while_another_thread_holds_the_device_quiet(make_engine, c
         thread.start()
         time.sleep(0.2)
         assert not done
-    thread.join(20)
+    thread.join(PATIENCE)
     assert done
 
 
@@ -250,8 +251,8 @@ def test_waiting_for_weights_does_not_block_the_pool(make_engine):
 
     sending = threading.Thread(target=capture_and_send, daemon=True)
     sending.start()
-    sending.join(5)
-    updating.join(5)
+    sending.join(PATIENCE)
+    updating.join(PATIENCE)
     assert not sending.is_alive() and engine.weight_version == "next"
 
 
@@ -276,5 +277,5 @@ def test_a_serving_loop_waits_while_another_thread_holds_the_device_quiet(make_e
     ):
         time.sleep(0.01)
     commands.put(Stop())
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()

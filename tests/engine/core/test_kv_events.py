@@ -14,7 +14,8 @@ from engine.core.kv_event_publisher import KVEventPublisher
 from engine.errors import ConfigError
 from engine.kv_events_config import KVEventsConfig
 from tests.engine.lively import drain, greedy, request
-from tests.support.kv_subscriber import Subscriber, decode, msgspec, zmq
+from tests.support.kv_subscriber import Subscriber, decode, msgspec, subscribed, zmq
+from tests.support.waiting import PATIENCE, wait
 
 numbers = itertools.count()
 CLEARED = {"type": "AllBlocksCleared"}
@@ -45,7 +46,6 @@ def subscribe(addresses):
 
     def make(topic=""):
         made.append(Subscriber(addresses["endpoint"], topic, addresses["replay_endpoint"]))
-        time.sleep(0.3)  # a PUB socket sends nothing to a subscriber that it doesn't know yet
         return made[-1]
 
     yield make
@@ -91,10 +91,7 @@ def test_a_router_knows_what_is_cached_through_evictions_aborts_and_updates(
         elif turn % 13 == 12:
             loop.reset_prefix_cache()
         router.receive_all(0.05)
-        deadline = time.monotonic() + 10  # for the publisher's thread on a busy machine
-        while len(router.view.blocks) != len(loop.prefix_cache) and time.monotonic() < deadline:
-            router.receive_all(0.1)
-        assert len(router.view.blocks) == len(loop.prefix_cache), f"turn {turn}"
+        router.receive_until(lambda: len(router.view.blocks) == len(loop.prefix_cache))
         for prompt in [*prompts, *prefixes]:
             for one in ("", "tenant"):
                 salted = repr((loop.weight_version, "", one)) if one else loop.weight_version
@@ -104,6 +101,7 @@ def test_a_router_knows_what_is_cached_through_evictions_aborts_and_updates(
     assert known > 100 and most >= 4 and loop.prefix_cache.evictions > 50
 
     replayed = router.replay()
+    router.receive_until(lambda: router.next >= len(replayed))
     assert [number for number, _ in replayed] == list(range(router.next))
     assert {batch.data_parallel_rank for _, batch in replayed} == {0}
     assert abs(replayed[-1][1].ts - time.time()) < 60
@@ -128,14 +126,11 @@ def test_nothing_is_recorded_without_the_setting(make_engine):
 
 def test_a_message_has_a_topic_a_number_and_a_batch(publisher, addresses):
     sender = publisher(topic="kv@a@b")
-    socket = zmq.Context.instance().socket(zmq.SUB)
-    socket.connect(addresses["endpoint"])
-    socket.subscribe("kv@")
-    time.sleep(0.3)
+    socket = subscribed(addresses["endpoint"], "kv@")
     try:
         for number in range(2):
             sender.publish([CLEARED])
-            assert socket.poll(5000)
+            assert socket.poll(1000 * PATIENCE)
             topic, frame, payload = socket.recv_multipart()
             assert (topic, frame) == (b"kv@a@b", number.to_bytes(8, "big"))
             raw = msgspec.msgpack.decode(payload)
@@ -171,26 +166,18 @@ def test_an_invalid_request_for_a_replay_does_not_end_the_publisher(publisher, s
     socket.connect(addresses["replay_endpoint"])
     for frames in ((b"",), (b"", b"short"), (b"x", bytes(8)), (b"", bytes(8), b"more")):
         socket.send_multipart(frames)
-    time.sleep(0.5)
+    wait(lambda: caplog.text.count("needs an empty frame and 8 bytes") == 4, "the refusals")
     socket.close(linger=0)
     sender.publish([CLEARED])
     assert router.receive() and len(router.replay()) == 1
-    assert "needs an empty frame and 8 bytes" in caplog.text
 
 
 def test_a_subscriber_that_never_reads_delays_nothing(publisher, subscribe):
     sender, router = publisher(hwm=2, max_queue_size=4), subscribe()
     event = {"type": "BlockRemoved", "block_hashes": list(range(2**40, 2**40 + 2000)), "medium": "GPU"}
-    accepted, longest = 0, 0.0
-    for _ in range(5000):
-        began = time.monotonic()
-        accepted += sender.publish([event])
-        longest = max(longest, time.monotonic() - began)
-    assert longest < 2.0 and accepted >= 4  # a blocked thread would wait for ever
-    deadline = time.monotonic() + 20
-    while not sender.publish([CLEARED]) and time.monotonic() < deadline:  # the thread goes on
-        time.sleep(0.01)
-    assert time.monotonic() < deadline
+    accepted = sum(sender.publish([event]) for _ in range(5000))  # a blocked thread would wait for ever
+    assert accepted >= 4
+    wait(lambda: sender.publish([CLEARED]), "a place in the queue")  # the thread goes on
     assert router.next == 0
 
 
@@ -201,7 +188,7 @@ def test_a_full_queue_loses_a_batch_and_does_not_wait(publisher, caplog):
         target=lambda: found.extend(sender.publish([CLEARED]) for _ in range(6)), daemon=True
     )  # fmt: skip
     caller.start()
-    caller.join(10)
+    caller.join(PATIENCE)
     assert found == [True] * 4 + [False] * 2
     assert caplog.text.count("batches are dropped") == 1
 
@@ -219,9 +206,8 @@ def test_after_a_lost_batch_subscribers_are_told_to_forget(make_engine, addresse
         patch.setattr(KVEventPublisher, "publish", lambda self, events: False)  # a full queue
         generate(list(range(50, 90)))
     generate(list(range(100, 140)))
-    router.receive_all()
+    router.receive_until(lambda: router.view.match(list(range(100, 140)), 8) == 4)
     assert router.view.match(list(range(3, 40)), 8) == router.view.match(list(range(50, 90)), 8) == 0
-    assert router.view.match(list(range(100, 140)), 8) == 4
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------

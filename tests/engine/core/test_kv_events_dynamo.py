@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import urllib.request
 import pytest
 
 from tests.engine.lively import drain, greedy, request
+from tests.support.ports import free_port
 
 pytest.importorskip("dynamo._core")
 pytest.importorskip("zmq")
@@ -24,12 +24,6 @@ pytest.importorskip("msgspec")
 pytestmark = pytest.mark.slow
 SIZE = 16
 RUN = "import sys; from dynamo._core import run_kv_indexer; run_kv_indexer(sys.argv[1:])"
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def wait(condition, seconds=20):

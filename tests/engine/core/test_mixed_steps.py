@@ -17,6 +17,7 @@ from engine.worker.step_input import StepInput
 from tests.engine.core.test_async_scheduling import SAMPLING_PARAMS, plain, run_workload, scores
 from tests.engine.core.test_loop import ARRIVALS, SMALL
 from tests.engine.lively import PROMPTS, SETTINGS, greedy, request, tokens
+from tests.support.waiting import PATIENCE
 
 
 def make_mixed(engine: Engine, decodes: int = 64) -> Engine:
@@ -47,7 +48,7 @@ def pair(lively_model, request):
     for engine in engines:
         for params in SAMPLING_PARAMS:
             if params.structured_outputs is not None:
-                engine.loop.constraints.compile(params).result(60)
+                engine.loop.constraints.compile(params).result(PATIENCE)
     yield engines
     assert count_mixed(engines[1]) > 50 and not count_mixed(engines[0])
     for engine in engines:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from engine.errors import EnginePaused, RequestError
 from engine.protocol.outputs import CompletionOutput, OutputDelta, WeightSpan
 from tests.engine.lively import PROMPTS, drain, greedy, request, tokens
+from tests.support.waiting import PATIENCE
 
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True])
 LONG = {"max_model_len": 1024}
@@ -298,7 +299,7 @@ def test_another_thread_pauses_updates_and_resumes_a_running_call(make_engine, r
     assert engine.stats().generation_tokens == count < 900
     engine.update_weights(weights["b"], version="b")
     engine.resume()
-    call.join(60)
+    call.join(PATIENCE)
     [output] = found
     assert output.weight_versions == [("initial", 0, count), ("b", count, 900)]
     assert follows(reference, PROMPTS[0], output.token_ids[:count])
@@ -316,7 +317,7 @@ def test_another_thread_aborts_a_running_call(make_engine):
     while engine.stats().generation_tokens < 20:
         time.sleep(0.001)
     engine.pause("abort")
-    call.join(60)
+    call.join(PATIENCE)
     assert [one.finish_reason for one in found] == ["abort"] * 2 and min(len(one.token_ids) for one in found) >= 5
     engine.resume()
 

@@ -16,6 +16,7 @@ from engine.protocol.sleep import parts_of_level
 from graph_cache.errors import GraphError
 from tests.engine.lively import PROMPTS, SETTINGS, drain, greedy, request, tokens
 from tests.support.engines import DEVICES, greedy_tokens
+from tests.support.waiting import PATIENCE
 
 PARTS = ("weights", "cuda_graph", "kv_cache")
 ON = {"enable_sleep_mode": True}
@@ -207,7 +208,7 @@ def test_wait_lets_running_calls_end(make_engine, reference, is_advanced):
             time.sleep(0.001)
         engine.sleep(mode="wait")
         assert engine.is_sleeping
-        thread.join(60)
+        thread.join(PATIENCE)
         assert [output.token_ids for output in found] == [reference.greedy(PROMPTS[0], 100)] * 2
     engine.wake_up()
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 
 from engine.distributed.weight_group import TensorSpec, WeightGroup, chunks, tensor_specs
 from engine.errors import RequestError, WeightUpdateError
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 CHUNK = 100  # bytes: most chunks hold two tensors
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -19,12 +20,6 @@ TWO_GPUS = [
 ]
 BACKENDS = ["gloo", pytest.param("nccl", marks=TWO_GPUS)]
 DEVICES = {"gloo": ("cpu", "cpu"), "nccl": ("cuda:1", "cuda:0")}  # of the trainer and of the receiver
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -38,9 +33,9 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 def train(port: int, backend: str, ends: str) -> None:
     """A trainer that sends its weights once as they are and once packed, then goes; or does what `ends` says."""
     device = DEVICES[backend][0]
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, backend=backend, device=device, timeout=60)
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, backend=backend, device=device, timeout=PATIENCE)
     if ends == "sends nothing":
-        time.sleep(10)
+        time.sleep(3600)  # until it is killed
     elif ends == "dies":
         group.send(weights()[:5])
         os._exit(1)
@@ -66,13 +61,13 @@ def trainer():
 
     yield start
     for process in started:
-        process.join(30)
         process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_arrive_bit_for_bit_one_by_one_and_packed(trainer, backend):
-    group, sent = trainer(backend, "", 60), weights()
+    group, sent = trainer(backend, "", PATIENCE), weights()
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent]
     for options in ({}, {"packed": True, "nbytes": CHUNK}):
         received = group.receive(specs, **options)
@@ -85,24 +80,22 @@ def test_tensors_arrive_bit_for_bit_one_by_one_and_packed(trainer, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_trainer_that_joins_and_never_sends_is_an_error_after_the_timeout(trainer, backend):
-    group = trainer(backend, "sends nothing", 30)
+    group = trainer(backend, "sends nothing", PATIENCE)
     group.set_timeout(1.5)
     fails(group, [TensorSpec("a", torch.float32, (4,))])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_trainer_that_dies_between_two_tensors_is_an_error(trainer, backend):
-    group, sent = trainer(backend, "dies", 30), weights()
-    group.set_timeout(4)
+    group, sent = trainer(backend, "dies", PATIENCE), weights()
+    group.set_timeout(10)
     fails(group, [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent])
 
 
 def fails(group: WeightGroup, specs: list[TensorSpec]) -> None:
-    """Check that receiving raises in a few seconds, and that this process and its device go on."""
-    began = time.monotonic()
+    """Check that receiving raises, also while the trainer lives, and that this process and its device go on."""
     with pytest.raises(WeightUpdateError, match="a transfer over the weight group failed"):
         group.receive(specs)
-    assert time.monotonic() - began < 8
     group.close()
     if GPUS:
         torch.cuda.synchronize()  # no transfer is left on the GPU

@@ -21,6 +21,7 @@ from engine.executor.worker_group import WorkerGroup
 from engine.loader.weights import iterate_safetensors
 from engine.worker.async_output import AsyncStepOutput
 from tests.engine.lively import PROMPTS, greedy, request
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -140,19 +141,17 @@ def test_a_rank_that_dies_in_an_update_ends_the_group_and_leaves_no_shared_memor
 
 
 def test_a_rank_that_hangs_in_a_step_is_killed(config, monkeypatch):
-    monkeypatch.setattr(worker_group, "SILENCE_SECONDS", 3.0)
     with Engine(config(tensor_parallel_size=2)) as engine:
         generate(engine)
+        monkeypatch.setattr(worker_group, "SILENCE_SECONDS", 3.0)  # only now: a busy machine makes ranks silent too
         os.kill(engine.loop.executor.pids[0], signal.SIGSTOP)
-        began = time.monotonic()
         with pytest.raises(EngineDead, match="rank 1 has not answered for 3 s"):
             generate(engine)
-        assert time.monotonic() - began < 10
 
 
 def test_a_collective_that_another_rank_does_not_reach_ends_the_group(config, monkeypatch):
     """The other rank still sends heartbeats, as one that hangs in a call without the GIL does."""
-    monkeypatch.setattr(process_group, "COLLECTIVE_SECONDS", 2.0)
+    monkeypatch.setattr(process_group, "COLLECTIVE_SECONDS", 5.0)
     broadcast = WorkerGroup.broadcast
 
     def lose_step(group: WorkerGroup, message: Any) -> None:
@@ -172,7 +171,7 @@ def test_a_collective_that_another_rank_does_not_reach_ends_the_group(config, mo
 
 
 def test_an_idle_engine_notices_a_lost_rank(engine):
-    reports, ends = [], time.monotonic() + 20
+    reports, ends = [], time.monotonic() + PATIENCE
 
     def receive(timeout):
         assert time.monotonic() < ends
@@ -185,13 +184,12 @@ def test_an_idle_engine_notices_a_lost_rank(engine):
 
 def test_requests_of_a_lost_engine_end_without_an_event(engine):
     """Their clients get the Dead report's reason; an abort event would look like the end of a request."""
-    reports, commands = [], iter([None] * 1000)
+    reports, pids = [], list(engine.loop.executor.pids)
     engine.loop.add(request("a", PROMPTS[0], greedy(200)))
 
     def receive(timeout):
-        if len(reports) == 5:
-            os.kill(engine.loop.executor.pids[0], signal.SIGKILL)
-        return next(commands)
+        if len(reports) >= 5 and pids:  # a slow step sends two
+            os.kill(pids.pop(), signal.SIGKILL)
 
     serve(engine.loop, receive, reports.append)
     events = [event for report in reports for event in getattr(report, "events", ())]

@@ -223,7 +223,9 @@ MODULES = [path.stem for path in Path(compile_worker.__file__).parent.glob("*_ke
 def run_python(code: str, *arguments: str) -> bytes:
     """Run the code in a process of its own; return what it printed."""
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=True, cwd=Path(__file__).parents[3], timeout=60, stdout=subprocess.PIPE).stdout
+    return subprocess.run(
+        command, check=True, cwd=Path(__file__).parents[3], timeout=600, stdout=subprocess.PIPE
+    ).stdout
 
 
 def test_compiling_processes_import_neither_torch_nor_cuda():

@@ -393,7 +393,7 @@ def test_code_of_a_folder_never_runs_even_if_standard_input_says_yes(
         (folder / "tokenizer.json").unlink()
     script = "import sys; from engine.text.tokenizer import Tokenizer; Tokenizer.load(sys.argv[1]); print('loaded')"
     ran = subprocess.run(
-        [sys.executable, "-c", script, folder], input="yes\n" * 100, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", script, folder], input="yes\n" * 100, capture_output=True, text=True, timeout=600,
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip
     assert not marker.exists()

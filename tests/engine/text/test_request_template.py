@@ -1,6 +1,9 @@
-"""Chat templates of requests: the same text as transformers renders."""
+"""Chat templates of requests: the same text as transformers renders, and what their limit of time counts."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +44,19 @@ def test_templates_render_as_in_transformers() -> None:
 def test_what_transformers_refuses_is_refused(template: str) -> None:
     with pytest.raises(TemplateFailed):
         render(template, {"messages": MESSAGES})
+
+
+def test_a_process_that_waits_for_the_processor_is_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = tmp_path / "python"
+    late.write_text(f'#!/bin/sh\nsleep 6\nexec {sys.executable} "$@"\n')
+    late.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(late))
+    assert render("{{ word }}", {"word": "red"}) == "red"
+
+
+def test_a_loop_is_ended_by_its_processor_time() -> None:
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(TemplateFailed, match="exceeds 3 s"):
+        render(endless, {})

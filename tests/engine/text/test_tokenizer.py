@@ -268,18 +268,16 @@ def test_a_folder_with_a_damaged_tokenizer_is_a_model_error(tiny_model: Path, tm
 def test_other_threads_run_while_a_long_text_is_encoded(tiny_model: Path) -> None:
     """`Tokenizer.encode` of the tokenizers library holds the GIL for a second per megabyte."""
     tokenizer = Tokenizer.load(str(tiny_model))
-    longest, encoded = 0.0, threading.Event()
+    turns, encoded = 0, threading.Event()
 
     def encode() -> None:
         tokenizer.encode("red fox\n" * 60_000)
         encoded.set()
 
-    began = last = time.monotonic()
     thread = threading.Thread(target=encode)
     thread.start()
     while not encoded.is_set():
         time.sleep(0.001)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+        turns += 1
     thread.join()
-    assert longest < (last - began) / 2
+    assert turns >= 5  # one, before it begins, if it holds the GIL

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -19,6 +20,7 @@ from engine import Engine, EngineConfig
 from engine.errors import ConfigError, RequestError
 from engine.utils import progress
 from engine.utils.progress import Progress
+from tests.support.waiting import PATIENCE
 
 END = "\0"  # follows what was drawn
 
@@ -116,12 +118,13 @@ def test_a_bar_shows_the_whole_time_of_a_task(eager):
         time.sleep(1.1)
         with shown:
             shown(1, 2)
-        assert "00:01<" in drawn()
+        assert max(map(int, re.findall(r"00:(\d\d)<", drawn()))) >= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"enabled": False}])
 def test_a_fast_task_draws_no_bar(monkeypatch, options):
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "BAR_DELAY", PATIENCE)  # a busy machine makes any task slow
     with terminal() as drawn:
         with Progress("loading tiny", "tensors", **options) as shown:
             shown(1, 1)

@@ -9,10 +9,14 @@ import textwrap
 import time
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[3]
 SET_UP = """
     import logging, sys, warnings
+    from engine.utils import stderr_handler
     from engine.utils.stderr_handler import StderrHandler, log_uncaught
+    stderr_handler.FLUSH_SECONDS = 60  # the reader may have to wait for a processor
     handler = StderrHandler(max_bytes=10_000)
     handler.setFormatter(logging.Formatter("<%(levelname)s> %(message)s"))
     logging.basicConfig(handlers=[handler], level="INFO")
@@ -41,7 +45,7 @@ def test_lines_beyond_the_limit_are_dropped_and_counted_while_nobody_reads():
         process.stdin.write("\n")
         process.stdin.flush()
         lines += process.stderr.read().splitlines()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
     number = missing = 0
     for line in lines[:-1]:
         if found := re.fullmatch(r"<ERROR> (\d+) log lines are missing: standard error was not read", line):
@@ -66,7 +70,7 @@ def test_a_closed_standard_error_drops_lines_and_stops_nothing():
         process.stdin.write("\n")
         process.stdin.close()
         assert process.stdout.read() == "100\n"
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_warnings_uncaught_exceptions_and_broken_records_are_logged():
@@ -78,7 +82,7 @@ def test_warnings_uncaught_exceptions_and_broken_records_are_logged():
     """
     with start(code) as process:
         shown = process.stderr.read()
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE) == 1
     assert "<ERROR> a record of root can't be formatted: Traceback" in shown and "%d format" in shown
     assert re.search(r"^<WARNING> .*UserWarning: beware", shown, re.MULTILINE)
     assert "<CRITICAL> uncaught exception\nTraceback" in shown and "RuntimeError: no way out" in shown

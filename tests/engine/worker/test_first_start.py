@@ -60,7 +60,7 @@ def start(model: Path, cache: Path, mode: str, **settings: object) -> tuple[list
         env=os.environ | {"TRITON_CACHE_DIR": str(cache)},
         stdout=subprocess.PIPE,
         check=True,
-        timeout=600,
+        timeout=1200,
     )
     return json.loads(found.stdout.splitlines()[-1])
 

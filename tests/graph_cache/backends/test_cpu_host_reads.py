@@ -14,6 +14,7 @@ from graph_cache.backends.cpu_host_reads import refuse_host_reads
 from graph_cache.core.pool import GraphPool
 from graph_cache.core.runner import GraphRunner
 from graph_cache.errors import CaptureRefused
+from tests.support.waiting import PATIENCE
 
 
 def scripted_list(x):
@@ -107,7 +108,7 @@ def test_other_threads_are_unaffected_and_the_last_recorder_restores_the_methods
     def record():
         with refuse_host_reads(lambda tensor: False):
             entered.set()
-            go_on.wait(10)
+            go_on.wait(PATIENCE)
             with pytest.raises(CaptureRefused):
                 torch.ones(1).tolist()
             found.append("refused")
@@ -115,10 +116,10 @@ def test_other_threads_are_unaffected_and_the_last_recorder_restores_the_methods
     other = threading.Thread(target=record)
     with refuse_host_reads(lambda tensor: False):
         other.start()
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
     found.append(torch.ones(1).tolist())  # the other thread is still recording
     go_on.set()
-    other.join(10)
+    other.join(PATIENCE)
     assert found == [[1.0], "refused"]
     assert not {"tolist", "numpy"} & set(vars(torch.Tensor))
 

@@ -96,9 +96,9 @@ def test_a_check_costs_less_than_two_microseconds_a_tensor():
 
 
 def _timed(call):
-    started = time.perf_counter()
+    started = time.thread_time()
     assert call()
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def test_partial_checks_together_find_every_move():

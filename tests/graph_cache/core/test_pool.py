@@ -14,6 +14,7 @@ from graph_cache import GraphRunner
 from graph_cache.backends.cpu import CpuBackend
 from graph_cache.core.pool import GraphPool
 from graph_cache.errors import CaptureError
+from tests.support.waiting import PATIENCE, wait
 
 
 @pytest.fixture
@@ -172,48 +173,59 @@ def test_every_warm_up_run_starts_from_the_same_state(pool):
     assert value.item() == 0
 
 
+def wait_for_quiet(pool):
+    """Wait until another thread waits in `quiet` for the turn to end: it holds the gate."""
+    gate = pool._turn_gate  # noqa: SLF001
+
+    def is_held():
+        if gate.acquire(blocking=False):
+            gate.release()
+            return False
+        return True
+
+    wait(is_held, "the other thread")
+
+
 def test_quiet_waits_for_a_turn_to_end_and_holds_the_next_one_off(pool):
     begun, done, order = threading.Event(), threading.Event(), []
 
     def run():
         with pool.turn():
             begun.set()
-            done.wait(5)
+            done.wait(PATIENCE)
             order.append("turn")
         with pool.turn():
             order.append("next turn")
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert begun.wait(5)
-    threading.Timer(0.05, done.set).start()
+    assert begun.wait(PATIENCE)
+    threading.Thread(target=lambda: [wait_for_quiet(pool), done.set()]).start()
     with pool.quiet():
         order.append("quiet")
         time.sleep(0.05)
         order.append("still quiet")
-    thread.join(5)
+    thread.join(PATIENCE)
     assert order == ["turn", "quiet", "still quiet", "next turn"]
 
 
 def test_a_nested_turn_does_not_deadlock_with_a_waiting_quiet(pool):
-    begun, waits, order = threading.Event(), threading.Event(), []
+    begun, order = threading.Event(), []
 
     def run():
         with pool.turn():
             begun.set()
-            assert waits.wait(5)
-            time.sleep(0.05)  # let the other thread wait for this turn
+            wait_for_quiet(pool)
             with pool.turn():
                 order.append("inner")
         order.append("turn")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert begun.wait(5)
-    waits.set()
+    assert begun.wait(PATIENCE)
     taken = []
     other = threading.Thread(target=lambda: [pool.quiet().__enter__(), taken.append(True)], daemon=True)
     other.start()
-    thread.join(5)
-    other.join(5)
+    thread.join(PATIENCE)
+    other.join(PATIENCE)
     assert order == ["inner", "turn"] and taken

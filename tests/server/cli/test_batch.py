@@ -20,6 +20,7 @@ import pytest
 from server.cli import batch
 from server.cli import main as cli
 from tests.server.conftest import RunningServer
+from tests.support.waiting import wait_for_end
 
 CHAT = {"messages": [{"role": "user", "content": "red"}], "max_tokens": 3}
 Run = Callable[..., tuple[int, str, str]]
@@ -208,21 +209,11 @@ def test_a_batch_serves_its_model_itself_and_leaves_no_process_behind(
     assert children
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    end = time.monotonic() + 10
-    while any(is_running(child) for child in children):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_end(map(int, children))
     assert count(tmp_path / "out.jsonl") < len(ids)
     assert run("--url", server.url)[0] == 0
     assert set(results(tmp_path / "out.jsonl")) == set(ids)
     assert all(one["error"] is None for one in results(tmp_path / "out.jsonl").values())
-
-
-def is_running(pid: str) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_model_that_cannot_be_served_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from server.cli import main as cli
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 QUESTION = "the old king sleeps"
@@ -49,7 +50,7 @@ class Terminal:
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 60.0) -> str:
+    def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
         """Read until `text` is shown; return what was shown since the last call, without control sequences."""
         end = time.monotonic() + seconds
         while text not in self.plain:
@@ -65,10 +66,10 @@ class Terminal:
 
     def leave(self) -> int:
         """Return the exit status of the command, which ends by itself."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while self.process.poll() is None and time.monotonic() < end:
             self._read(0.1)
-        return self.process.wait(1)
+        return self.process.wait(PATIENCE)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -310,6 +311,6 @@ def test_an_interrupt_ends_run_with_its_status(long_server):
     ) as process:  # fmt: skip
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     long_server.wait_idle()

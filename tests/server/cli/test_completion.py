@@ -49,7 +49,7 @@ def script(capsys: pytest.CaptureFixture[str], tmp_path: Path, request: pytest.F
 
 
 def run(script: Path, *command: str) -> list[str]:
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.splitlines()
 

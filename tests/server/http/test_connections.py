@@ -9,14 +9,23 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
+
 
 @pytest.fixture(scope="module")
 def server(tiny_model):
-    from tests.server.conftest import running, tiny_config
-
-    with running(tiny_config(tiny_model, max_connections=3, header_seconds=0.4, keep_alive_seconds=1)) as handle:
+    """A server whose connections stay open, also those of a client that waits for its turn on a busy machine."""
+    with running(tiny_config(tiny_model, max_connections=3, header_seconds=60, keep_alive_seconds=60)) as handle:
         handle.http.close()  # its idle connection would count
         handle.wait(lambda: len(connections(handle)) == 0, "no connection")
+        yield handle
+
+
+@pytest.fixture(scope="module")
+def impatient(tiny_model):
+    """A server with a short time for headers and for idle connections."""
+    with running(tiny_config(tiny_model, header_seconds=0.4, keep_alive_seconds=1)) as handle:
         yield handle
 
 
@@ -34,7 +43,7 @@ def socket_table():
 @contextmanager
 def connect(server):
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         yield connection
 
 
@@ -62,25 +71,24 @@ def answer_to(connection, request=b""):
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
-def test_incomplete_headers_are_a_408_in_time(server, begun):
-    with connect(server) as connection:
-        start = time.monotonic()
-        status, head, body = answer_to(connection, begun)
-        assert status == 408 and body["error"]["code"] == "header_timeout" and "connection: close" in head
-        assert 0.3 < time.monotonic() - start < 2
-
-
-def test_slow_headers_do_not_extend_the_timeout(server):
+def test_incomplete_headers_are_a_408_in_time(impatient, begun):
     start = time.monotonic()
-    with connect(server) as connection, pytest.raises(OSError):
+    with connect(impatient) as connection:
+        status, head, body = answer_to(connection, begun)
+    assert status == 408 and body["error"]["code"] == "header_timeout" and "connection: close" in head
+    assert "within 0.4 seconds" in body["error"]["message"] and time.monotonic() - start > 0.3
+
+
+def test_slow_headers_do_not_extend_the_timeout(impatient):
+    with connect(impatient) as connection, pytest.raises(OSError):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-        while time.monotonic() - start < 3:
+        for _ in range(1000):
             connection.sendall(b"X-A: 1\r\n")
             time.sleep(0.05)
-    assert time.monotonic() - start < 2
 
 
-def test_a_second_request_has_its_own_header_timeout(server):
+def test_a_second_request_has_its_own_header_timeout(start_server):
+    server = start_server(header_seconds=0.4, keep_alive_seconds=60)
     with connect(server) as connection:
         for _ in range(2):
             check_health(connection)
@@ -89,18 +97,18 @@ def test_a_second_request_has_its_own_header_timeout(server):
         assert status == 408
 
 
-def test_an_idle_connection_is_closed(server):
-    with connect(server) as connection:
+def test_an_idle_connection_is_closed(impatient):
+    with connect(impatient) as connection:
         check_health(connection)
         assert answer_to(connection) is None
 
 
-def test_a_response_may_take_longer_than_the_header_timeout(server):
+def test_a_response_may_take_longer_than_the_header_timeout(impatient):
     body = json.dumps({"prompt": "red", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8}).encode()
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     )
-    with connect(server) as connection:
+    with connect(impatient) as connection:
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.6)
         status, _, text = answer_to(connection, body)

@@ -96,7 +96,7 @@ def test_a_client_that_pauses_gets_all_events_in_order(start_server, pieces):
     body = {"prompt": "red bird", "temperature": 0, "ignore_eos": True, "max_tokens": 2000}
     expected = server.answer("/v1/completions", body)["choices"][0]["text"]
     with asked(server, "/v1/completions", body | {"stream": True}) as connection:
-        server.wait(lambda: pieces and engine_is_idle(server), "the end of the generation", 120)
+        server.wait(lambda: pieces and engine_is_idle(server), "the end of the generation")
         received = whole(connection).partition(b"\r\n\r\n")[2]
     chunks, rest = [], received
     while rest:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 LONG = {"text": "red", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
 SHORT = {"text": "red", "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
 
@@ -17,7 +19,7 @@ SHORT = {"text": "red", "sampling_params": {"max_new_tokens": 20, "ignore_eos": 
 @contextmanager
 def connect(server):
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         yield connection
 
 
@@ -84,9 +86,7 @@ def test_a_client_that_closes_both_sides_still_aborts_its_request(long_server, s
     with connect(long_server) as connection:
         connection.sendall(request(LONG | {"stream": stream}))
         long_server.wait(lambda: long_server.service.admission.in_flight == 1, "the request")
-    start = time.monotonic()
     long_server.wait_idle()
-    assert time.monotonic() - start < 5
     assert long_server.metric("encore_generation_tokens_total") - generated < 3900
 
 

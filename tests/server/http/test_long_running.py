@@ -19,6 +19,7 @@ from server.http.errors import install_error_handlers
 from server.http.long_running import hold, long_running
 from server.http.middleware import RequestIds
 from server.http.streaming import EventStream
+from tests.support.waiting import PATIENCE, until
 
 UNREAD = "a field that no model has"
 
@@ -59,13 +60,13 @@ def app(log):
         if body.kind == "refuse":
             raise RequestError("no", param="kind")
         if body.kind == "wait":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
         async def events():
             yield b"data: {}\n\n"
             log.append("sent")
             if body.kind == "stream and wait":
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
 
         return EventStream(events()) if body.kind.startswith("stream") else JSONResponse({})
 
@@ -116,8 +117,10 @@ async def test_a_client_that_leaves_cancels_the_endpoint_or_its_response(app, lo
         "type": "http", "method": "POST", "path": "/", "raw_path": b"/", "query_string": b"", "root_path": "",
         "headers": [(b"content-type", b"application/json")], "server": ("test", 80), "http_version": "1.1",
     }  # fmt: skip
-    asyncio.get_running_loop().call_later(0.05, gone.set)
-    await asyncio.wait_for(app(scope, receive, send), 5)
+    answering = asyncio.create_task(app(scope, receive, send))
+    await until(lambda: ("sent" if sent else "held") in log, "the endpoint")
+    gone.set()
+    await asyncio.wait_for(answering, PATIENCE)
     assert log[0] == "held" and log[-1] == "left"
     statuses = [message["status"] for message in messages[1:] if message["type"] == "http.response.start"]
     assert statuses == (sent or [499])

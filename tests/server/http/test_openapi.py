@@ -15,6 +15,7 @@ from server.http.openapi import ADMIN_REFUSALS, REFUSALS, Document
 from server.schemas import answers as answers
 from server.schemas.requests import RANGES
 from tests.server.http.test_request_sizes import LongestTurn
+from tests.support.waiting import PATIENCE
 
 PROMPT = "the old king sleeps"
 
@@ -89,7 +90,7 @@ def test_statuses_that_a_connection_sends_before_any_route_are_documented(schema
     start = b"POST /v1/completions HTTP/1.1\r\n"
     trailers = b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: " + b"b" * 300_000
     for status, request in ((400, b"no HTTP\r\n\r\n"), (408, start), (431, start + trailers)):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 %d " % status)
         for path, operations in schema["paths"].items():

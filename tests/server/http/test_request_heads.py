@@ -8,6 +8,8 @@ import socket
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 BODY = b'{"prompt": "red", "max_tokens": 1}'
 POST, GET, HOST = b"POST /v1/completions HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n"
 JSON, END = b"Content-Type: application/json\r\n", b"Connection: close\r\n\r\n"
@@ -20,7 +22,7 @@ def statuses(server, request, piece=None):
     """Statuses and the last error of what a connection answers until it ends; sends `piece` bytes at a time."""
     host, port = server.url.removeprefix("http://").split(":")
     received = b""
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             for start in range(0, len(request), piece or len(request)):

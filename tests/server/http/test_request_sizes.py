@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
 import pytest
 
 from server.config import ServerConfig
+from server.workers.http_server import freeze_memory
 from tests.server.http.test_bodies import error_of
 
 ONE = {"max_tokens": 1}
@@ -80,12 +82,14 @@ class LongestTurn:
         self._begun, self._ended = threading.Event(), threading.Event()
 
     def __enter__(self):
+        freeze_memory()  # as a server does once it is ready; a test process has more objects
         self._runs = True
         self._loop.call_soon_threadsafe(self._begin)
         self._begun.wait()
         return self
 
     def __exit__(self, *_):
+        gc.unfreeze()
         self._runs = False
         self._ended.wait()  # the turn that sent the answer may still run, or be unmeasured
 

@@ -12,6 +12,7 @@ import pytest
 
 from engine.client.output_queue import DELTA_BYTES, UNREAD_BYTES, UNREAD_BYTES_PER_SEQUENCE
 from server.config import ServerConfig
+from tests.support.waiting import PATIENCE
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def asked(server, path, body):
     size = f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE)
         connection.connect((host, int(port)))
         connection.sendall((head + size).encode() + content)
         yield connection
@@ -59,10 +60,10 @@ ALTERNATIVES = {"return_logprob": True, "top_logprobs_num": 20}
 
 
 def test_unread_responses_do_not_hold_queue_capacity(start_server):
-    server = start_server(max_num_seqs=2, max_waiting=2, max_model_len=2048)
+    server = start_server(max_num_seqs=2, max_waiting=2, max_model_len=2048, write_seconds=3600)
     with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
         with asked(server, "/generate", STREAM), asked(server, "/generate", STREAM):
-            server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end", 60)
+            server.wait(lambda: generated(server) == 4 * 1500 and engine_is_idle(server), "the engine's end")
             server.wait(lambda: server.service.admission.in_flight == 0, "the release of the queue capacity")
             assert server.service.admission.unanswered == 4  # no client has read its response
             assert len(server.answer("/generate", {"text": "blue"})["output_ids"]) > 0
@@ -71,10 +72,10 @@ def test_unread_responses_do_not_hold_queue_capacity(start_server):
 
 @pytest.mark.parametrize("prompts", ["red", ["red", "blue"]])
 def test_a_stream_that_is_read_too_slowly_is_aborted_with_an_error(start_server, prompts):
-    server = start_server(max_model_len=4096)
+    server = start_server(max_model_len=4096, write_seconds=3600)
     wanted = {"max_new_tokens": 4000, "ignore_eos": True, "n": 2}
     with asked(server, "/generate", STREAM | ALTERNATIVES | {"text": prompts, "sampling_params": wanted}) as connection:
-        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the abort", 60)
+        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the abort")
         server.wait(lambda: server.service.admission.in_flight == 0, "the release of the queue capacity")
         assert 0 < generated(server) < 4000  # of 8,000 or 16,000
         received = whole(connection)
@@ -90,25 +91,23 @@ def test_the_buffer_of_an_unread_response_holds_thousands_of_tokens():
 def test_a_connection_that_reads_nothing_is_reset_in_time(start_server, stream):
     server = start_server(max_model_len=2048, write_seconds=0.5)
     wanted = {"max_new_tokens": 1200, "ignore_eos": True, "n": 8}
-    start = time.monotonic()
     with asked(
         server, "/generate", STREAM | ALTERNATIVES | {"sampling_params": wanted, "stream": stream}
     ) as connection:
-        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the engine's end", 60)
-        server.wait(lambda: is_reset(connection), "the reset", 30)
+        server.wait(lambda: generated(server) > 0 and engine_is_idle(server), "the engine's end")
+        server.wait(lambda: is_reset(connection), "the reset")
         with pytest.raises(ConnectionResetError):
             whole(connection)
         server.wait(
             lambda: server.service.admission.unanswered == server.service.admission.in_flight == 0,
             "the end of the request",
         )
-    assert time.monotonic() - start < 60
 
 
 def test_a_slow_reader_that_makes_progress_gets_the_whole_response(start_server):
-    server = start_server(max_model_len=2048, write_seconds=0.5)
+    server = start_server(max_model_len=2048, write_seconds=3)
     with asked(server, "/generate", STREAM) as connection:
-        received, until = bytearray(), time.monotonic() + 3
+        received, until = bytearray(), time.monotonic() + 4
         while time.monotonic() < until:
             received += connection.recv(65536)
             time.sleep(0.1)

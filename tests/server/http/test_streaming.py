@@ -19,6 +19,7 @@ from server.http.streaming import EventStream, event, merge
 from server.observability.metrics import RequestMetrics
 from server.observability.shared_counters import SharedCounters
 from server.serving.jobs import Job
+from tests.support.waiting import PATIENCE
 
 
 class Source:
@@ -71,10 +72,10 @@ async def test_one_failure_ends_a_merged_stream_and_closes_the_others():
 
 
 class Connection:
-    """The ASGI side of one response: collects sent messages, and disconnects when `gone` is set."""
+    """The ASGI side of one response: collects sent messages, and disconnects when `gone` is set, or after a text."""
 
-    def __init__(self):
-        self.sent, self.gone = [], asyncio.Event()
+    def __init__(self, leaves_after=b""):
+        self.sent, self.gone, self._leaves_after = [], asyncio.Event(), leaves_after
 
     async def receive(self):
         await self.gone.wait()
@@ -82,6 +83,8 @@ class Connection:
 
     async def send(self, message):
         self.sent.append(message)
+        if self._leaves_after and self._leaves_after in message.get("body", b""):
+            self.gone.set()
 
     async def answer(self, events):
         scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "state": {}}
@@ -91,7 +94,7 @@ class Connection:
             return EventStream(events)
 
         response = await endpoint()
-        await asyncio.wait_for(response(scope, self.receive, self.send), 5)
+        await asyncio.wait_for(response(scope, self.receive, self.send), PATIENCE)
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
@@ -141,12 +144,11 @@ async def test_a_client_that_disconnects_closes_waiting_events():
     async def events():
         try:
             yield event({}).encode()
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         finally:
             closed.set()
 
-    connection = Connection()
-    asyncio.get_running_loop().call_later(0.02, connection.gone.set)
+    connection = Connection(leaves_after=event({}).encode())
     assert await connection.answer(events()) == event({}).encode()
     assert closed.is_set()
 

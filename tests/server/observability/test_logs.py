@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -9,13 +10,17 @@ import logging
 import pytest
 
 from server.observability.logs import FIELDS, JsonFormatter, TextFormatter, log_settings
+from tests.support.waiting import PATIENCE
 
 BODY = {"prompt": ["a secret prompt", "red"], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
-def records(caplog):
+def records(server, caplog):
     """The access log records of the test's requests."""
+    # The last record of the test before is written after its response: let the server's loop do what is ready.
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), server.service.startup.get_loop()).result(PATIENCE)
+    caplog.clear()
     caplog.set_level(logging.INFO, logger="encore.access")
     return lambda: [getattr(record, FIELDS) for record in caplog.records if record.name == "encore.access"]
 

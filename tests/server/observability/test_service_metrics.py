@@ -56,7 +56,7 @@ def test_limits_and_model_info_are_exported(server):
     assert server.metric("encore_ready") == 1
     assert server.metric("encore_queue_limit") == 64
     assert server.metric("encore_max_num_seqs") == 8
-    assert server.metric("encore_num_requests_in_flight") == 0
+    server.wait(lambda: server.metric("encore_num_requests_in_flight") == 0, "the end of earlier requests")
     assert server.metric("encore_build_info", version=version()) == 1
     assert server.metric("encore_model_info", model="tiny", device="cpu", warmup="lazy") == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.serving.vllm_metrics import CACHE_CONFIG, LORA, OWN, OWN_ONLY, SHARED_NAMES, SLEEP_STATE, THEIRS, document
 from server.version import VLLM_VERSION
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 # What vLLM's Grafana dashboard and the Gateway API inference extension query.
 QUERIED = """
@@ -83,13 +85,17 @@ def counts(server):
     return found
 
 
+def steps_now(server):
+    """Ask the engine: a snapshot may be a fraction of a second old."""
+    asked = server.service.client.ask("stats")
+    return asyncio.run_coroutine_threadsafe(asked, server.service.startup.get_loop()).result(PATIENCE).steps
+
+
 def counted(server, body, path="/v1/completions"):
     """Return by how much a request changed the counts, without those that it did not change."""
-    before, steps = counts(server), server.service.client.stats().steps
+    before = counts(server)
     answer = server.answer(path, body)
-    wanted = steps + 1 if "max_tokens" not in body else steps + body["max_tokens"]
-    server.wait(lambda: server.service.client.stats().steps >= wanted, "the last snapshot")
-    time.sleep(0.3)  # a snapshot is sent every 0.2 seconds
+    server.wait(lambda: server.service.client.stats().steps == steps_now(server), "the last snapshot")
     after = counts(server)
     return answer["usage"], {name: after[name] - before[name] for name in after if after[name] != before[name]}
 

@@ -323,7 +323,7 @@ def test_images_are_attached_for_a_model_that_takes_them(open_page, server):
 def test_a_key_is_asked_for_and_kept_in_the_tab_only(open_page, start_server, tmp_path):
     (tmp_path / "keys").write_text(KEY)
     server = start_server(api_key_file=str(tmp_path / "keys"), wait_ready=False)
-    server.wait(lambda: server.http.get("/ready").status_code == 200, "readiness", 30)
+    server.wait(lambda: server.http.get("/ready").status_code == 200, "readiness")
     page = open_page(server.url + "/chat")
     expect(page.locator("#title")).to_have_text("An API key is needed")
     expect(page.locator("#key")).to_be_focused()

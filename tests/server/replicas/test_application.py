@@ -67,7 +67,7 @@ def test_a_cluster_needs_keys_unless_it_is_open_on_purpose(monkeypatch):
 def test_without_ray_the_command_says_what_to_install():
     code = "import sys; sys.modules['ray'] = None; from server.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--replicas", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
     assert "--replicas" in done.stderr and "pip install 'encore-serve[ray]'" in done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,18 +17,14 @@ import pytest
 import yaml
 
 from tests.soak.serving import ENVIRONMENT
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 pytest.importorskip("ray", reason="replicas run on Ray")
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
 TOKEN = secrets.token_hex(32)  # of the test's cluster: Ray asks for one
 CLUSTER = ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -94,6 +89,6 @@ def test_the_shipped_configuration_is_deployed(head: str, tiny_model: Path, tmp_
     url, key = f"http://127.0.0.1:{port}", {"Authorization": "Bearer sk-one"}
     assert len(answers(f"{url}/ready", 150).json()["replicas"]) >= 1
     body = {"prompt": "red fox", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=PATIENCE)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 401
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).status_code == 401

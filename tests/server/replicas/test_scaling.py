@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 
 from tests.server.replicas.test_replicas import FLAGS, complete, replicas, wait
 from tests.soak.serving import ENVIRONMENT, serving
+from tests.support.ports import free_port
 
 pytest.importorskip("ray", reason="replicas run on Ray")
 
@@ -57,9 +57,7 @@ def test_replicas_are_added_and_removed_under_load_without_a_failed_request(tiny
 
 @pytest.mark.slow
 def test_a_rolling_upgrade_fails_no_request(tiny_model: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tests.server.replicas.upgrade", str(tiny_model), str(port)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

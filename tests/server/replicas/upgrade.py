@@ -20,6 +20,7 @@ from ray.serve.config import HTTPOptions
 
 from server.config import ServerConfig
 from server.replicas.application import serve_app
+from tests.support.waiting import PATIENCE
 
 
 def main(model: str, port: int) -> None:
@@ -38,7 +39,7 @@ def main(model: str, port: int) -> None:
         while not stop.is_set():
             body = {"prompt": f"fox {number}", "max_tokens": 100, "ignore_eos": True}
             try:
-                answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+                answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE)
                 outcomes[
                     answer.json()["model"] if answer.status_code == 200 else f"{answer.status_code} {answer.text}"
                 ] += 1

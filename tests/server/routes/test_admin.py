@@ -16,6 +16,7 @@ from server.observability.logs import FIELDS
 from tests.engine.lively import SAMPLING_VARIANTS
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
+from tests.support.waiting import PATIENCE
 
 KEY = "admin"
 BODY = {"prompt": "red bird", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -163,7 +164,7 @@ def _device(folder: Path) -> Path:
 @pytest.mark.parametrize("make", [_fifo, _link_to_fifo, _folder_with_fifo, _fifo_as_index, _device])
 def test_a_fifo_or_a_device_as_weights_is_refused_and_blocks_nothing(server, tmp_path, make):
     expected, path = generated(server)["text"], make(tmp_path)
-    refused = server.post("/weights/update", {"path": str(path), "version": "never"}, timeout=10)
+    refused = server.post("/weights/update", {"path": str(path), "version": "never"}, timeout=PATIENCE)
     error = error_of(refused, 400)
     assert error["code"] == "weight_update_refused"
     assert ("a character device" if make is _device else "a FIFO") in error["message"]

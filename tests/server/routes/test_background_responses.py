@@ -13,6 +13,7 @@ from server.schemas import responses_api_answers as wire
 from server.serving.background_runs import BackgroundRuns
 from server.serving.response_store import ResponseStore
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 KEY, OTHER_KEY = "sk-for-the-client", "sk-for-another-client"
 GREEDY = {"model": "tiny", "input": "the old king sleeps", "max_output_tokens": 10, "temperature": 0}
@@ -44,7 +45,7 @@ def checked(response):
     return response
 
 
-def ended(client, name, seconds=20.0):
+def ended(client, name, seconds=PATIENCE):
     """Poll a response until it has ended, as OpenAI's guide does."""
     end = time.monotonic() + seconds
     while (response := client.responses.retrieve(name)).status not in ENDED:
@@ -233,8 +234,8 @@ def test_a_server_that_stops_does_not_wait_for_a_run(tiny_model):
         body.pop("extra_body")
         name = handle.answer("/v1/responses", body)["id"]
         handle.wait(lambda: handle.http.get(f"/v1/responses/{name}").json()["status"] == "in_progress", "its begin")
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 10
+        before = handle.service.client.stats().generation_tokens
+    assert handle.service.client.stats().generation_tokens - before < 3000
 
 
 async def test_a_run_is_cancelled_by_another_worker_through_the_store(tmp_path):
@@ -244,11 +245,11 @@ async def test_a_run_is_cancelled_by_another_worker_through_the_store(tmp_path):
     for name in ("a", "b", "c"):
         assert await own.begin(name, "me", [])
         assert await own.publish(name, {"status": "queued", "output": [], "background": True})
-        tasks[name] = asyncio.create_task(asyncio.sleep(60))
+        tasks[name] = asyncio.create_task(asyncio.sleep(3600))
         runs.add(name, tasks[name])
     assert json.loads(await other.cancel("a", "me"))["status"] == "cancelled"
     assert await other.cancel("b", "another") is None and await other.delete("b", "me")
-    await asyncio.wait({tasks["a"], tasks["b"]}, timeout=5)
+    await asyncio.wait({tasks["a"], tasks["b"]}, timeout=PATIENCE)
     assert tasks["a"].cancelled() and tasks["b"].cancelled() and not tasks["c"].done()
     assert not await own.finish("a", {"status": "completed"}) and not await own.append("a", [(0, b"x")])
     await runs.close()

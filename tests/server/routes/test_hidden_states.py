@@ -11,6 +11,7 @@ import torch
 from server.http.json_text import encoded
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_request_sizes import MAX_TURN_SECONDS, LongestTurn
+from tests.support.waiting import PATIENCE
 
 PROMPT = "the quick brown fox"
 SAMPLING = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -74,7 +75,7 @@ def test_each_prompt_may_ask_for_them(server, reference):
 def test_an_answer_of_megabytes_does_not_stall_others(server, stream):
     text = "red fox " * 400
     with LongestTurn(server) as longest:
-        response = server.post("/generate", body([text] * 3, stream=stream), timeout=120)
+        response = server.post("/generate", body([text] * 3, stream=stream), timeout=PATIENCE)
     assert response.status_code == 200 and len(response.content) > 3_000_000
     assert longest.seconds < MAX_TURN_SECONDS
     server.wait_idle()
@@ -122,14 +123,14 @@ def test_what_nobody_reads_counts_too(start_server):
     asked = {"sampling_params": SAMPLING | {"n": 8, "max_new_tokens": 1}, "stream": True}
     response = server.post("/generate", body("red fox " * 100, **asked))
     assert "hidden states of all running requests" in response.text
-    assert server.service.admission.outputs.used == 0
+    server.wait(lambda: server.service.admission.outputs.used == 0, "the release")
 
 
 def test_the_request_with_most_hidden_states_gives_way(start_server):
     server = start_server(enable_return_hidden_states=True, max_total_logprob_bytes=500_000, max_model_len=4096)
     response = server.post("/generate", body("red fox " * 400))
     assert response.status_code == 503 and "hidden states" in response.json()["error"]["message"]
-    assert server.service.admission.outputs.used == 0
+    server.wait(lambda: server.service.admission.outputs.used == 0, "the release")
     assert server.post("/generate", body()).status_code == 200
 
 

@@ -11,6 +11,7 @@ from engine.scheduling.page_pool import PagePool
 from engine.scheduling.prefix_cache import PrefixCache
 from server.config import ServerConfig
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 PAGE = 8
 PROMPT = [(7 * place) % 290 + 5 for place in range(60)]
@@ -36,7 +37,7 @@ def hashes(server) -> list[int]:
 
 
 def send(server, data: bytes, **headers: str) -> httpx.Response:
-    return httpx.post(server.url + "/kv_blocks/import", content=data, headers=BYTES | headers, timeout=30)
+    return httpx.post(server.url + "/kv_blocks/import", content=data, headers=BYTES | headers, timeout=PATIENCE)
 
 
 def error_of(response: httpx.Response) -> dict:

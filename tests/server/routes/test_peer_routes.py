@@ -11,7 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from server.schemas import answers as wire
+from server.serving import generation_probe
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_load_counts_the_requests_in_progress(guarded):
     assert guarded.http.get("/load").json() == {"server_load": 0}
     body = {"prompt": "red", "n": 2, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with (
-        httpx.Client(base_url=guarded.url, timeout=30) as other,
+        httpx.Client(base_url=guarded.url, timeout=PATIENCE) as other,
         other.stream("POST", "/v1/completions", json=body, **bearer("api")) as response,
     ):
         next(response.iter_lines())
@@ -56,12 +58,14 @@ def test_load_counts_the_requests_in_progress(guarded):
     guarded.wait(lambda: guarded.http.get("/load").json() == {"server_load": 0}, "the end of the request")
 
 
-def test_health_generate_generates_one_token_for_all_probes_of_a_second(guarded):
+def test_health_generate_generates_one_token_for_all_probes_of_a_second(guarded, monkeypatch):
     def generated():
         return guarded.service.client.stats().generation_tokens
 
     guarded.wait_idle()
     time.sleep(1.1)  # an earlier success is no longer valid
+    monkeypatch.setattr(generation_probe, "FRESH_SECONDS", PATIENCE)  # the next one stays valid on a busy machine
+    monkeypatch.setattr(generation_probe, "PROBE_SECONDS", PATIENCE)
     before = generated()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: httpx.get(guarded.url + "/health_generate"), range(8)))

@@ -21,6 +21,7 @@ from tests.support.embedding_models import (
     write_folder,
     write_modules,
 )
+from tests.support.waiting import PATIENCE
 
 TEXTS = ["the quick brown fox", "red", "a lazy dog sleeps beside the river", "blue bird sings " * 9]
 
@@ -150,7 +151,7 @@ def test_64_clients_get_their_own_vectors(embedder, reference):
     def embed(ids):
         return vectors(http.post("/v1/embeddings", json={"input": [ids, ids[:1]]}).json())
 
-    with httpx.Client(base_url=embedder.url, timeout=60) as http, ThreadPoolExecutor(64) as pool:
+    with httpx.Client(base_url=embedder.url, timeout=PATIENCE) as http, ThreadPoolExecutor(64) as pool:
         for ids, found in zip(prompts, pool.map(embed, prompts), strict=True):
             assert_close(found, [reference.vector(ids), reference.vector(ids[:1])])
 

@@ -12,6 +12,7 @@ from server.schemas import answers as wire
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 from tests.server.observability.test_vllm_metrics import families
+from tests.support.waiting import PATIENCE
 
 ROUTE, IDS = "/inference/v1/generate", [40, 41, 42, 43]
 LONG = {"temperature": 0.0, "max_tokens": 3000, "ignore_eos": True}
@@ -45,7 +46,7 @@ def threads():
 
 
 def generate(server, **params):
-    return server.post(ROUTE, {"token_ids": IDS, "sampling_params": LONG | params}, timeout=60)
+    return server.post(ROUTE, {"token_ids": IDS, "sampling_params": LONG | params}, timeout=PATIENCE)
 
 
 def tokens_of(response):
@@ -129,8 +130,8 @@ def test_requests_that_are_kept_go_on_after_waking(server, references, threads):
     held = threads.submit(generate, server, max_tokens=4)
     server.wait(lambda: server.service.client.stats().num_waiting == 2, "the held request")
     server.answer("/wake_up?tags=weights&tags=kv_cache", None)
-    assert tokens_of(held.result(30)) == references["a"].greedy(IDS, 4)
-    ids = tokens_of(running_request.result(60))
+    assert tokens_of(held.result(PATIENCE)) == references["a"].greedy(IDS, 4)
+    ids = tokens_of(running_request.result(PATIENCE))
     logits = references["a"].logits([*IDS, *ids])[len(IDS) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
     assert len(ids) == 1000 and bool((chosen >= logits.max(dim=1).values - 1e-3).all())
@@ -140,7 +141,7 @@ def test_wait_answers_after_the_running_requests(server, references, threads):
     running_request = threads.submit(generate, server, max_tokens=60)
     server.wait(lambda: server.service.client.stats().num_running == 1 or running_request.done(), "the request")
     assert server.answer("/sleep", {"mode": "wait"}) == {"status": "sleeping", "level": 1}
-    assert tokens_of(running_request.result(30)) == references["a"].greedy(IDS, 60)
+    assert tokens_of(running_request.result(PATIENCE)) == references["a"].greedy(IDS, 60)
     wait_for(server, ASLEEP)
 
 
@@ -173,7 +174,7 @@ def test_sglang_clients_release_and_resume(server, references, folders, threads)
     assert server.answer("/resume_memory_occupation", {"tags": ["weights"]})["success"] is True
     server.answer("/update_weights_from_disk", {"model_path": str(folders["b"]), "weight_version": "b"})
     server.answer("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    assert tokens_of(held.result(30)) == references["b"].greedy(IDS, 4)
+    assert tokens_of(held.result(PATIENCE)) == references["b"].greedy(IDS, 4)
     wait_for(server, AWAKE)
     server.answer("/pause_generation", {"mode": "abort"})
     server.answer("/release_memory_occupation", {"tags": ["kv_cache"]})

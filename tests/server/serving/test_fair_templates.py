@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx
 import pytest
 
 from tests.server.conftest import running, tiny_config
+from tests.support.waiting import PATIENCE
 
 CHAT = "/v1/chat/completions"
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -26,19 +26,21 @@ def server(tiny_model, tmp_path_factory):
 
 async def test_ten_looping_templates_hold_up_others_for_one_of_them(server):
     """Each loops for 3 s. Neither another client nor another template of the same client waits for all of them."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        over = 0
 
         async def ask(key, template):
-            began = time.monotonic()
+            nonlocal over
             answer = await client.post(CHAT, json={**BODY, "chat_template": template}, headers={"X-Api-Key": key})
-            return answer.status_code, time.monotonic() - began
+            before = over
+            over += template is ENDLESS
+            return answer.status_code, before
 
         attacks = [asyncio.create_task(ask("many", ENDLESS)) for _ in range(10)]
         await asyncio.sleep(0.5)
         answers = await asyncio.gather(*(ask(key, HARMLESS) for key in ("other", "many")))
-        assert not all(one.done() for one in attacks)
         for one in attacks:
             one.cancel()
         await asyncio.gather(*attacks, return_exceptions=True)
     assert [status for status, _ in answers] == [200, 200]
-    assert max(seconds for _, seconds in answers) < 8, answers  # ten in two places take 15 s and more
+    assert max(before for _, before in answers) <= 4, answers  # of ten

@@ -11,6 +11,7 @@ import pytest
 from engine.errors import RequestError
 from server.http.errors import WireError
 from server.serving.response_store import LOST_SECONDS, MEMORY, ResponseStore
+from tests.support.waiting import until
 
 ITEMS = [{"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}]
 RESPONSE = {"id": "resp_1", "output": [{"type": "message", "id": "msg_2"}]}
@@ -80,14 +81,16 @@ async def test_what_is_too_large_is_not_stored(make_store):
     assert caught.value.param == "input"
 
 
-async def test_entries_expire(make_store):
+async def test_entries_expire(make_store, monkeypatch):
+    store, now = make_store(seconds=3600.0), time.time()
+    assert await add(store, "a") and await held(store, ["a"]) == ["a"]
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
+    assert await held(store, ["a"]) == []
+    monkeypatch.undo()
     store = make_store(seconds=0.3)
     store.begin_expiry()
-    assert await add(store, "a") and await held(store, ["a"]) == ["a"]
-    await asyncio.sleep(0.35)
-    assert await held(store, ["a"]) == []
-    await asyncio.sleep(0.4)
-    assert store.usage() == (0, 0), "deleted without a request"
+    assert await store.begin("a", "me", ITEMS)
+    await until(lambda: store.usage() == (0, 0), "its end without a request")
 
 
 async def test_two_processes_share_a_file(make_store, tmp_path):

@@ -27,6 +27,8 @@ from server.http.connections import OpenConnections
 from server.keys import Keys
 from server.launch import serve
 from server.workers.http_server import Acceptor, Server, open_listener, uvicorn_config
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until, wait, wait_for_end
 
 Serve = Callable[..., subprocess.Popen[str]]
 COMMON = ("--port", "0", "--max-model-len", "4096", "--graph-manifest", "none")
@@ -73,25 +75,28 @@ def test_a_signal_to_all_processes_lets_a_stream_finish_and_exits_with_0(
     process, url = started(start, tiny_model)
     engine = children(process.pid)
     body = {"text": "red", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
-    with httpx.stream("POST", url + "/generate", json=body, timeout=60) as response:
+    with httpx.stream("POST", url + "/generate", json=body, timeout=PATIENCE) as response:
         events = response.iter_lines()
         next(events)
         for pid in (*engine, process.pid):
             os.kill(pid, number)
         rest = [line for line in events if line]
     assert rest[-1] == "data: [DONE]" and '"type":"length"' in rest[-2]
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert "draining" in log and "Traceback" not in log
     assert engine
-    assert_gone(engine)
+    wait_for_end(engine)
 
 
 def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_once(
     start: Serve, tiny_model: Path
 ) -> None:
-    process, url = started(start, tiny_model, "--drain-seconds", "60", "--in-process")
-    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", "/generate", json=ENDLESS) as response:
+    process, url = started(start, tiny_model, "--drain-seconds", "3600", "--in-process")
+    with (
+        httpx.Client(base_url=url) as http,
+        http.stream("POST", "/generate", json=ENDLESS) as response,
+    ):
         events = response.iter_lines()
         next(events)
         process.send_signal(signal.SIGTERM)
@@ -102,10 +107,8 @@ def test_while_it_drains_new_requests_are_a_503_and_a_second_signal_ends_it_at_o
         refused = httpx.post(url + "/v1/completions", json={"prompt": "red"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         assert int(refused.headers["retry-after"]) >= 1 and refused.headers["connection"] == "close"
-        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
-    assert time.monotonic() - began < 20  # well below the drain limit; a loaded machine takes seconds to end Python
+        _, log = process.communicate(timeout=PATIENCE)  # well below the drain limit
     assert process.returncode == 0, log
     assert "stopping at once" in log and "Traceback" not in log
 
@@ -121,14 +124,11 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
     connections = OpenConnections()
     server = Server(uvicorn_config(app, config, connections), app.state.service, Acceptor(listener, connections))
     serving = asyncio.create_task(server.serve(sockets=[]))
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started, "the start")
     reader, writer = await asyncio.open_connection(*listener.getsockname())
-    while not server.server_state.connections:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.server_state.connections, "the connection")
     server.request_shutdown(force=False)
-    while not server.should_exit:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.should_exit, "the end of the drain")
     await asyncio.sleep(0.4)  # uvicorn polls should_exit every 0.1 s
     writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = await reader.read()
@@ -140,12 +140,12 @@ async def test_a_request_on_a_connection_accepted_before_shutdown_is_answered(ti
 
 def test_requests_past_the_drain_limit_are_aborted_and_the_exit_is_clean(start: Serve, tiny_model: Path) -> None:
     process, url = started(start, tiny_model, "--drain-seconds", "0.3", "--log-format", "json", "--in-process")
-    with httpx.stream("POST", url + "/generate", json=ENDLESS, timeout=60) as response:
+    with httpx.stream("POST", url + "/generate", json=ENDLESS, timeout=PATIENCE) as response:
         events = response.iter_lines()
         next(events)
         process.send_signal(signal.SIGTERM)
         rest = [line for line in events if line]
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=PATIENCE)
     assert '"finish_reason":{"type":"abort"}' in rest[-2] and rest[-1] == "data: [DONE]", log
     assert process.returncode == 0, log
     lines = [json.loads(line) for line in log.splitlines()]
@@ -161,10 +161,10 @@ def test_sigint_while_loading_exits_with_0_and_leaves_no_process(start: Serve, t
     time.sleep(0.5)
     engine = children(process.pid)
     process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert "Traceback" not in log
-    assert_gone(engine)
+    wait_for_end(engine)
 
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, "1"), (signal.SIGHUP, "1"), (signal.SIGINT, "2")])
@@ -172,7 +172,7 @@ def test_a_signal_during_the_imports_exits_with_0(start: Serve, tiny_model: Path
     process = start(*COMMON, "--model", str(tiny_model), "--http-workers", workers)
     wait(lambda: number in blocked_signals(process.pid), "the first line of the program")
     process.send_signal(number)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert "draining" in log and "Traceback" not in log
 
@@ -182,19 +182,17 @@ def test_sigterm_during_a_download_that_hangs_exits_with_0(start: Serve, tmp_pat
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         process = start("--model", "someone/something", "--port", "0")
-        hub.settimeout(20)
+        hub.settimeout(PATIENCE)
         connection, _ = hub.accept()
         process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=PATIENCE)
         connection.close()
-    assert process.returncode == 0, log
-    assert time.monotonic() - began < 5 and "Traceback" not in log
+    assert process.returncode == 0, log  # one that waits for the hub fails when its patience ends
+    assert "draining" in log and "Traceback" not in log and "error" not in log.lower()
 
 
 def test_a_server_without_standard_files_serves_and_nohup_makes_it_ignore_sighup(tiny_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = str(one.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--num-threads", "1",
                "--graph-manifest", "none", "--warmup", "lazy", "--port", port]  # fmt: skip
     shell = ["sh", "-c", 'trap "" HUP; exec "$@" <&- >&- 2>&-', "sh"]
@@ -203,16 +201,15 @@ def test_a_server_without_standard_files_serves_and_nohup_makes_it_ignore_sighup
             wait(lambda: process.poll() is not None or is_ready(port), "readiness")
             process.send_signal(signal.SIGHUP)
             body = {"prompt": "red", "max_tokens": 3}
-            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30).status_code == 200
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE).status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
 
 
 def test_a_full_pipe_as_standard_error_stops_no_process(tiny_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = str(one.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "server.cli", "serve", "--model", str(tiny_model), "--num-threads", "1",
                "--tensor-parallel-size", "2", "--graph-manifest", "none", "--log-level", "debug",
                "--port", port]  # fmt: skip
@@ -226,9 +223,9 @@ def test_a_full_pipe_as_standard_error_stops_no_process(tiny_model: Path) -> Non
         try:
             wait(lambda: process.poll() is not None or is_ready(port), "readiness")
             for path in ("/v1/completions", "/v1/nothing"):
-                httpx.post(f"http://127.0.0.1:{port}{path}", json={"prompt": "red", "max_tokens": 3}, timeout=30)
+                httpx.post(f"http://127.0.0.1:{port}{path}", json={"prompt": "red", "max_tokens": 3}, timeout=PATIENCE)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
     os.close(writing)
@@ -251,14 +248,20 @@ def test_a_kill_while_a_hung_engine_starts_ends_the_engine_and_its_ranks(start: 
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     process.kill()
-    assert_gone(pids)
+    wait_for_end(pids)
+
+
+def never_ready(config: EngineConfig, receive: object, send: object) -> None:
+    """An engine process that loads for ever."""
+    time.sleep(3600)
 
 
 async def test_a_port_in_use_fails_before_the_model_is_loaded(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port}"):
-            await asyncio.wait_for(serve(ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)), 1)
+            config = ServerConfig(engine=EngineConfig(model=str(tiny_model)), port=port)
+            await asyncio.wait_for(serve(config, never_ready), PATIENCE)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -273,12 +276,12 @@ def test_keys_of_the_environment_do_not_reach_other_processes(start: Serve, tiny
     assert httpx.get(url + "/v1/models").status_code == 401
     assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer sk-qzvx-inference"}).status_code == 200
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 def test_a_missing_model_is_exit_status_2_and_is_named(start: Serve, tmp_path: Path) -> None:
     process = start("--model", str(tmp_path / "missing"), "--port", "0")
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     started, error = log.splitlines()
     assert " loads " in started and error.startswith("encore serve: error: ") and "missing" in error
@@ -303,26 +306,4 @@ def is_ready(port: str) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/ready").is_success
     except httpx.TransportError:
-        return False
-
-
-def wait(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds} s"
-        time.sleep(0.01)
-
-
-def assert_gone(pids: list[int]) -> None:
-    """Wait until the processes have ended."""
-    end = time.monotonic() + 5
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < end, [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids if alive(pid)]
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
         return False

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from engine.text.grammars.fair_pool import FairPool
+from tests.support.waiting import PATIENCE
 
-SECONDS = 20
+SECONDS = PATIENCE
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from engine.distributed.weight_group import TensorSpec, WeightGroup
-from tests.engine.distributed.test_weight_group import free_port
 from tests.server.http.test_bodies import error_of
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 
 IDS = [40, 41, 42, 43]
 
@@ -25,11 +27,11 @@ def weights(folders):
     return list(safetensors.torch.load_file(next(folders["b"].glob("*.safetensors"))).items())
 
 
-def train(port: int, folder: str, name: str, packed: bool, delay: float, sends: bool) -> None:
-    """A trainer in its own process."""
+def train(port: int, folder: str, name: str, packed: bool, may_send: Any, sends: bool) -> None:
+    """A trainer in its own process. It sends once the event `may_send` is set."""
     [file] = folder.glob("*.safetensors")
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, timeout=60)
-    time.sleep(delay)
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name=name, timeout=PATIENCE)
+    assert may_send.wait(PATIENCE)
     if sends:
         group.send(safetensors.torch.load_file(file).items(), packed=packed)
     group.close()
@@ -37,19 +39,22 @@ def train(port: int, folder: str, name: str, packed: bool, delay: float, sends: 
 
 @pytest.fixture
 def trainer(folders):
-    started = []
+    started, context = [], multiprocessing.get_context("spawn")
 
-    def start(name: str, *, packed: bool = False, delay: float = 0.0, sends: bool = True) -> int:
+    def start(name: str, *, packed: bool = False, waits: bool = False, sends: bool = True) -> int:
         port = free_port()
-        arguments = (port, folders["b"], name, packed, delay, sends)
-        process = multiprocessing.get_context("spawn").Process(target=train, args=arguments)
+        start.may_send = context.Event()
+        if not waits:
+            start.may_send.set()
+        arguments = (port, folders["b"], name, packed, start.may_send, sends)
+        process = context.Process(target=train, args=arguments)
         process.start()
         started.append(process)
         return port
 
     yield start
     for process in started:
-        process.join(60)
+        process.join(PATIENCE)
         process.kill()
 
 
@@ -72,12 +77,12 @@ def greedy(server, count: int = 12) -> list[int]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_weights_arrive_in_vllms_format_while_requests_run(server, trainer, weights, references, threads, packed):
-    port = trainer("vllm", packed=packed, delay=1.0)
+    port = trainer("vllm", packed=packed, waits=True)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, packed=packed)})
-    update = threads.submit(
-        server.post, "/update_weights", {"update_info": specs(weights), "weight_version": "b"}, timeout=60
-    )
+    update = threads.submit(server.post, "/update_weights", {"update_info": specs(weights), "weight_version": "b"})
     assert greedy(server) == references["a"].greedy(IDS, 12)  # before the tensors have arrived
+    assert not update.done()
+    trainer.may_send.set()
     answer = update.result()
     assert answer.status_code == 200, answer.text
     assert answer.json()["updated"] == len(weights) and answer.json()["weight_version"] == "b"
@@ -103,7 +108,7 @@ def broadcast(port: int, folder, name: str, world_size: int) -> None:
 def receive(port: int, folder, name: str, world_size: int) -> None:
     """A second engine, which must get the same tensors."""
     sent = safetensors.torch.load_file(next(folder.glob("*.safetensors")))
-    group = WeightGroup.join("127.0.0.1", port, rank=2, world_size=world_size, name=name, timeout=60)
+    group = WeightGroup.join("127.0.0.1", port, rank=2, world_size=world_size, name=name, timeout=PATIENCE)
     received = group.receive([TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in sent.items()])
     group.close()
     assert all(torch.equal(tensor, sent[key]) for key, tensor in received)
@@ -167,25 +172,27 @@ def is_receiving() -> bool:
 
 
 def test_a_part_belongs_to_the_update_in_which_it_was_announced(server, trainer, weights, references, threads):
-    port = trainer("vllm", delay=5.0)
+    port = trainer("vllm", waits=True)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     server.answer("/start_weight_update", {})
-    part = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
+    part = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)})
     server.wait(is_receiving, "the part")
     assert error_of(server.post("/finish_weight_update", {}), 400)["message"].startswith("1 parts of this update")
     server.answer("/start_weight_update", {})
+    trainer.may_send.set()
     assert "another /start_weight_update dropped the update" in error_of(part.result(), 400)["message"]
     assert server.answer("/finish_weight_update", {"weight_version": "empty"})["updated"] == 0
     assert greedy(server) == references["a"].greedy(IDS, 12)
 
 
 def test_a_whole_update_is_no_part_of_one_that_begins_while_it_arrives(server, trainer, weights, references, threads):
-    port = trainer("vllm", delay=5.0)
+    port = trainer("vllm", waits=True)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     body = {"update_info": specs(weights), "weight_version": "whole"}
-    whole = threads.submit(server.post, "/update_weights", body, timeout=60)
+    whole = threads.submit(server.post, "/update_weights", body)
     server.wait(is_receiving, "the update")
     server.answer("/start_weight_update", {})
+    trainer.may_send.set()
     assert whole.result().json()["weight_version"] == "whole"
     assert server.answer("/finish_weight_update", {})["updated"] == 0
     assert server.http.get("/weight_info").json() == {"weight_version": "whole"}
@@ -194,8 +201,8 @@ def test_a_whole_update_is_no_part_of_one_that_begins_while_it_arrives(server, t
 
 def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, weights, references):
     port = trainer("vllm", sends=False)
-    server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
-    error = error_of(server.post("/update_weights", {"update_info": specs(weights)}, timeout=60), 400)
+    server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=PATIENCE)})
+    error = error_of(server.post("/update_weights", {"update_info": specs(weights)}), 400)
     assert "a transfer over the weight group failed" in error["message"]
     assert greedy(server) == references["a"].greedy(IDS, 12)
     error = error_of(server.post("/update_weights", {"update_info": specs(weights)}), 400)
@@ -203,7 +210,7 @@ def test_a_trainer_that_goes_without_sending_changes_nothing(server, trainer, we
 
 
 def die_halfway(port: int, folder) -> None:
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name="vllm", timeout=60)
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name="vllm", timeout=PATIENCE)
     tensors = list(safetensors.torch.load_file(next(folder.glob("*.safetensors"))).items())
     group.send(tensors[: len(tensors) // 2])
     os._exit(1)
@@ -214,8 +221,8 @@ def test_a_trainer_that_dies_halfway_changes_nothing(server, weights, folders, r
     process = multiprocessing.get_context("spawn").Process(target=die_halfway, args=(port, folders["b"]))
     process.start()
     try:
-        server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=20)})
-        error = error_of(server.post("/update_weights", {"update_info": specs(weights)}, timeout=60), 400)
+        server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=PATIENCE)})
+        error = error_of(server.post("/update_weights", {"update_info": specs(weights)}), 400)
     finally:
         process.kill()
     assert "a transfer over the weight group failed" in error["message"]
@@ -228,7 +235,7 @@ def test_a_trainer_that_dies_halfway_changes_nothing(server, weights, folders, r
 def test_a_trainer_that_never_joins_blocks_no_request(server, references, threads):
     body = {"init_info": place(free_port(), timeout=4)}
     began = time.monotonic()
-    joining = threads.submit(server.post, "/init_weight_transfer_engine", body, timeout=60)
+    joining = threads.submit(server.post, "/init_weight_transfer_engine", body)
     assert greedy(server) == references["a"].greedy(IDS, 12)
     assert not joining.done() or time.monotonic() - began >= 4
     assert "was not joined by 2 processes within 4 s" in error_of(joining.result(), 400)["message"]
@@ -238,7 +245,7 @@ def test_a_trainer_that_was_started_again_need_not_wait_for_its_earlier_call(
     server, trainer, weights, references, threads
 ):
     body = {"init_info": place(free_port(), timeout=12)}
-    lost = threads.submit(server.post, "/init_weight_transfer_engine", body, timeout=60)
+    lost = threads.submit(server.post, "/init_weight_transfer_engine", body)
     port = trainer("vllm")
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     server.answer("/update_weights", {"update_info": specs(weights), "weight_version": "b"})
@@ -273,7 +280,7 @@ def test_tensors_that_no_memory_holds_are_refused(server, trainer, references, s
 
 
 def send_misfits(port: int) -> None:
-    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name="vllm", timeout=60)
+    group = WeightGroup.join("127.0.0.1", port, rank=0, world_size=2, name="vllm", timeout=PATIENCE)
     group.send([("model.norm.weight", torch.ones(3)), ("model.nrom.weight", torch.ones(3))])
     group.close()
 
@@ -285,6 +292,6 @@ def test_tensors_of_another_shape_are_refused_and_change_nothing(server, referen
     server.answer("/init_weight_transfer_engine", {"init_info": place(port)})
     info = {"names": names, "dtype_names": ["float32"] * 2, "shapes": [[3], [3]]}
     message = error_of(server.post("/update_weights", {"update_info": info}), 400)["message"]
-    process.join(60)
+    process.join(PATIENCE)
     assert all(name in message for name in names)
     assert greedy(server) == references["a"].greedy(IDS, 12)

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
-from tests.engine.distributed.test_weight_group import TWO_GPUS, free_port
+from tests.engine.distributed.test_weight_group import TWO_GPUS
 from tests.server.conftest import running, tiny_config
 from tests.server.http.test_bodies import error_of
 from tests.server.routes.trainer.test_groups import IDS, greedy, place, specs, weights
+from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE
 from tests.support.weight_trainer import Trainer
 
 __all__ = ["weights"]
@@ -111,7 +113,7 @@ def test_a_trainer_that_does_not_send_all_changes_nothing_and_the_next_one_can(
 ):
     port = trainer("vllm", ends=ends)
     server.answer("/init_weight_transfer_engine", {"init_info": place(port, timeout=15)})
-    update = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=60)
+    update = threads.submit(server.post, "/update_weights", {"update_info": specs(weights)}, timeout=PATIENCE)
     assert greedy(server) == references["a"].greedy(IDS, 12)
     error = error_of(update.result(), 400)
     assert "a transfer over the weight group failed" in error["message"]

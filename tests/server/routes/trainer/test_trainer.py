@@ -15,6 +15,7 @@ import torch
 from server.schemas import answers as wire
 from tests.server.http.test_bodies import error_of
 from tests.server.schemas.test_tensor_handles import GPU, OnGpu, encoded
+from tests.support.waiting import PATIENCE
 
 ROUTE = "/inference/v1/generate"
 IDS = [40, 41, 42, 43]
@@ -32,7 +33,7 @@ def wait_for_tokens(server, count=20):
 
 def generate(server, name="r", **params):
     body = {"token_ids": IDS, "sampling_params": LONG | params, "request_id": name}
-    return server.post(ROUTE, body, timeout=60)
+    return server.post(ROUTE, body, timeout=PATIENCE)
 
 
 def choice_of(response):
@@ -56,7 +57,7 @@ def test_abort_ends_requests_with_their_tokens_and_refuses_new_ones(server, refe
     running_request = threads.submit(generate, server)
     wait_for_tokens(server)
     assert server.answer("/pause", None) == {"status": "paused"}
-    choice = choice_of(running_request.result(30))
+    choice = choice_of(running_request.result(PATIENCE))
     assert choice["finish_reason"] == "abort" and 10 < len(choice["token_ids"]) < 3000
     assert choice["weight_versions"][0]["end"] == len(choice["token_ids"])
     assert follows(references["a"], choice["token_ids"], 0, len(choice["token_ids"]))
@@ -77,12 +78,12 @@ def test_wait_answers_when_running_requests_have_ended_and_holds_new_ones(server
     pause = threads.submit(server.post, "/pause?mode=wait", None)
     server.wait(lambda: server.http.get("/is_paused").json()["is_paused"], "the pause")
     held = threads.submit(generate, server, max_tokens=4)
-    assert pause.result(30).json() == {"status": "paused"}
-    assert choice_of(running_request.result(30))["finish_reason"] == "length"
+    assert pause.result(PATIENCE).json() == {"status": "paused"}
+    assert choice_of(running_request.result(PATIENCE))["finish_reason"] == "length"
     server.wait(lambda: server.service.client.stats().num_waiting == 1, "the held request")
     assert not held.done()
     server.answer("/resume", None)
-    assert choice_of(held.result(30))["finish_reason"] == "length"
+    assert choice_of(held.result(PATIENCE))["finish_reason"] == "length"
 
 
 def test_a_waiting_pause_that_is_ended_says_so(server, threads):
@@ -91,7 +92,7 @@ def test_a_waiting_pause_that_is_ended_says_so(server, threads):
     pause = threads.submit(server.post, "/pause?mode=wait", None)
     server.wait(lambda: server.http.get("/is_paused").json()["is_paused"], "the pause")
     server.answer("/resume", None)
-    assert "ended or changed" in error_of(pause.result(30), 400)["message"]
+    assert "ended or changed" in error_of(pause.result(PATIENCE), 400)["message"]
     assert server.answer("/abort_requests", {})["aborted"] == 1
 
 
@@ -122,12 +123,12 @@ def test_an_update_between_two_halves_of_a_rollout_shows_in_its_spans(
     for path in ("/weight_info", "/weight_version", "/get_weight_version"):  # vLLM's, and both of SGLang's
         assert server.http.get(path).json() == {"weight_version": "b"}
     server.answer(*resume)
-    choice = choice_of(running_request.result(60))
+    choice = choice_of(running_request.result(PATIENCE))
     first, second = choice["weight_versions"]
     assert first["version"] != "b" and second == {"version": "b", "start": first["end"], "end": 1200}
     assert follows(references["a"], choice["token_ids"], 0, first["end"])
     assert follows(references["b"], choice["token_ids"], first["end"], 1200)
-    assert choice_of(held.result(30))["weight_versions"] == [{"version": "b", "start": 0, "end": 4}]
+    assert choice_of(held.result(PATIENCE))["weight_versions"] == [{"version": "b", "start": 0, "end": 4}]
 
 
 def test_an_update_without_a_pause_splits_a_stream(server, folders, references):
@@ -152,13 +153,13 @@ def test_sglangs_pause_aborts_running_requests_and_holds_new_ones(server, thread
     running_request = threads.submit(server.post, "/generate", rollout)
     wait_for_tokens(server)
     assert server.answer("/pause_generation", {}) == {"message": "Generation paused successfully.", "status": "ok"}
-    meta = running_request.result(30).json()["meta_info"]
+    meta = running_request.result(PATIENCE).json()["meta_info"]
     assert meta["finish_reason"] == {"type": "abort"} and meta["completion_tokens"] > 10
     held = threads.submit(generate, server, max_tokens=4)
     time.sleep(0.2)
     assert not held.done()
     server.answer("/continue_generation", {})
-    assert choice_of(held.result(30))["finish_reason"] == "length"
+    assert choice_of(held.result(PATIENCE))["finish_reason"] == "length"
 
 
 def test_requests_are_aborted_by_any_of_their_ids(server, threads):
@@ -174,12 +175,14 @@ def test_requests_are_aborted_by_any_of_their_ids(server, threads):
     wait_for_tokens(server)
     assert server.answer("/abort_requests", {"request_ids": ["unknown"]}) == {"status": "aborted", "aborted": 0}
     assert server.answer("/abort_requests", {"request_ids": ["mine", "from-header"]})["aborted"] == 2
-    assert choice_of(futures["mine"].result(30))["finish_reason"] == "abort"
-    choices = futures["from-header"].result(30).json()["choices"]
+    assert choice_of(futures["mine"].result(PATIENCE))["finish_reason"] == "abort"
+    choices = futures["from-header"].result(PATIENCE).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
     assert not futures["batch"].done()
     assert server.answer("/abort_request", {"rid": "batch"})["aborted"] == 2
-    assert [one["meta_info"]["finish_reason"]["type"] for one in futures["batch"].result(30).json()] == ["abort"] * 2
+    assert [one["meta_info"]["finish_reason"]["type"] for one in futures["batch"].result(PATIENCE).json()] == [
+        "abort"
+    ] * 2
     assert server.answer("/abort_request", {"abort_all": True})["aborted"] == 0
 
 
@@ -196,7 +199,7 @@ def test_apis_without_a_finish_reason_for_aborts_answer_503(server, threads, pat
     request = threads.submit(server.post, path, body)
     server.wait(lambda: server.service.client.stats().num_waiting == 1, "the request")
     assert server.answer("/abort_requests", {})["aborted"] == 1
-    response = request.result(30)
+    response = request.result(PATIENCE)
     assert response.status_code == 503 and "aborted" in response.text
 
 
@@ -447,7 +450,7 @@ def test_random_sequences_of_trainers_leak_nothing(server, folders, threads):
     server.answer("/resume", None)
     ends = {"length": 0, "abort": 0, "refused": 0}
     for rollout in rollouts:
-        response = rollout.result(60)
+        response = rollout.result(PATIENCE)
         if response.status_code == 503:
             ends["refused"] += 1
             continue
