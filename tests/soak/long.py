@@ -79,20 +79,20 @@ def kill_engine(server: Serving, turn: int, model: Path) -> None:
     """Kill the engine's process, and wait until another one serves."""
     killed = server.engine_pid
     os.kill(killed, signal.SIGKILL)
-    end = time.monotonic() + 600  # an engine starts slowly on a busy machine
+    end = time.monotonic() + 300  # an engine starts slowly on a busy machine
     while time.monotonic() < end:
         with suppress(OSError, ValueError):  # not ready; no engine process now
             if server.engine_pid != killed:  # the server may not have noticed yet
                 server.get("/ready")
                 return
         time.sleep(0.2)
-    raise TimeoutError("no engine was ready within 600 s after its process was killed")
+    raise TimeoutError("no engine was ready within 300 s after its process was killed")
 
 
 FAULTS: Sequence[Callable[[Serving, int, Path], None]] = (
     nothing, slow_readers, update_weights, nothing, sleep_and_wake, update_weights, slow_readers,
 )  # fmt: skip
-KILL_EVERY = 120  # turns: a process must live long enough for its growth to be judged
+KILL_EVERY = 240  # turns: a process lives long enough to be judged, and a server restarts 5 times in 10 minutes at most
 ENDS_REQUESTS = {"sleep_and_wake", "kill_engine"}
 
 
