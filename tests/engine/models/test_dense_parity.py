@@ -191,7 +191,8 @@ def test_norms_round_as_transformers_does(dtype: torch.dtype, scale: float) -> N
         torch.testing.assert_close(got, expected, atol=0, rtol=1e-6)
     else:
         assert float((got != expected).float().mean()) < 1e-3
-        torch.testing.assert_close(got, expected, atol=0, rtol=2**-7)
+        # quotient and product may both round the other way
+        torch.testing.assert_close(got, expected, atol=0, rtol=2**-6)
     assert torch.equal(got_heads[:, :2], got[:, :2])
     assert torch.equal(got_heads[:, 2], got[:, 2] * 2)
 
