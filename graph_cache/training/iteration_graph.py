@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from graph_cache.core.pool import GraphPool
 from graph_cache.core.runner import GraphRunner
 from graph_cache.core.shadow import UNCHECKED, Bytes
 from graph_cache.errors import CaptureError, CaptureRefused
+from graph_cache.guards.audit import storages_of
 from graph_cache.guards.namespaces import Namespace
 from graph_cache.guards.observation import Observation
 from graph_cache.guards.quantizers import Quantizers, refuse_new_quantizers
@@ -112,6 +114,16 @@ class IterationGraph:
                 self._refuse([f"returns tensors inside {', '.join(kinds)}: register the type with pytree"])
             self._refuse(describe_changes(seen.changes(lambda tensor: False)))
         self.stored = seen.state.results
+        self._refuse(self._shared_memory())
+
+    def _shared_memory(self) -> list[str]:
+        """Return what is kept in memory that is kept elsewhere too: replays store copies, and lose that."""
+        gradients = storages_of(self.step.gradients()).keys()
+        kept = [(namespace.name_of(name), storages_of([tensor]).keys()) for namespace, name, tensor in self.stored]
+        users = Counter(address for _, addresses in kept for address in addresses)
+        found = [f"keeps a gradient in {name}: store a clone" for name, addresses in kept if addresses & gradients]
+        shared = [name for name, addresses in kept if any(users[address] > 1 for address in addresses)]
+        return found + ([f"keeps one result in {' and '.join(shared)}: store clones"] if shared else [])
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         if reasons:

@@ -541,3 +541,39 @@ def test_fused_attention_in_an_autocast_region_is_never_replayed_in_another(pool
         x = torch.randn(2, 3, WIDTH, device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
             assert torch.equal(run(x), step(x)), enabled
+
+
+class Kept:
+    """What a step keeps from call to call."""
+
+    one = other = None
+
+
+@pytest.mark.parametrize("what", ["gradient", "result twice", "view"])
+def test_results_that_are_kept_in_memory_with_other_users_run_eager(pool, device, what):
+    """Copies of a replay would not change together, as in eager."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        model, kept, log = nn.Linear(WIDTH, WIDTH).to(device), Kept(), []
+
+        def step(x):
+            y = model(x)
+            loss = y.square().mean()
+            loss.backward()
+            kept.one = model.weight.grad if what == "gradient" else y.detach()
+            kept.other = None if what == "gradient" else kept.one if what == "result twice" else kept.one[0]
+            return loss.detach()
+
+        step = wrap(step)
+        for x in data(device):
+            step(x)
+            model.weight.grad.mul_(0.5)
+            if kept.other is not None:
+                kept.other.add_(1)
+            log.append([kept.one.clone(), *map(torch.clone, model.state_dict().values())])
+        return log
+
+    stats = CacheStats()
+    assert_same(run(lambda step: iteration_of(pool, stats, step)), run(lambda step: step))
+    assert not stats.replays
