@@ -56,17 +56,17 @@ def test_a_changed_number_of_microbatches_or_shape_never_replays_a_stale_graph(p
 
 def test_clearing_tries_a_failed_capture_again_without_another_warm_up(pool, device):
     _, graphed = twins(mlp, device)
-    stats, reads = CacheStats(), threading.Event()
-    reads.set()
+    stats, reads = CacheStats(), threading.Lock()  # no Python state holds whether it is locked
+    reads.acquire()
 
     def step(x):
         loss = graphed(x).pow(2).mean()
-        return loss * (2.0 if reads.is_set() and loss.item() > 1e9 else 1.0)
+        return loss * (2.0 if reads.locked() and loss.item() > 1e9 else 1.0)
 
     run, x = iteration_of(pool, stats, step), batches(1, device)[0][0]
     for _ in range(6):
         run(x)
-    reads.clear()
+    reads.release()
     run(x)
     assert stats.failed_captures.total() == 1 and run.table() == []
     warmed = stats.fallbacks["iteration", "full_iteration", "warming_up"]

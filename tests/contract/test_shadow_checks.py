@@ -195,11 +195,15 @@ def test_a_share_of_0_compares_nothing(device):
 
 
 def test_eager_that_differs_from_itself_marks_the_site_and_keeps_its_graph(device, caplog):
-    clock = itertools.count(1)
-    held = mock.Mock(noise=0.0)
-    held.draw = lambda: held.noise and float(next(clock))
+    class Draw:  # reached through a mock alone, which is not searched
+        noise, clock = 0.0, itertools.count(1)
+
+        def __call__(self):
+            return self.noise and float(next(self.clock))
+
+    held = mock.Mock(draw=Draw())
     cache, run = graphed(device, lambda x: x + held.draw())
-    held.noise = 1.0
+    held.draw.noise = 1.0
     x = inputs(device)
     for _ in range(5):
         run(x)

@@ -246,19 +246,19 @@ def test_a_failure_outlives_signatures_that_never_recur(pool, device, monkeypatc
 
 def test_clearing_tries_a_failed_capture_again(pool, device):
     class Reads(nn.Linear):
-        reads = threading.Event()  # objects of the standard library are not watched
+        reads = threading.Lock()  # no Python state holds whether it is locked
 
         def forward(self, x):
             y = super().forward(x)
-            return y * (2.0 if self.reads.is_set() and y.sum().item() > 1e9 else 1.0)
+            return y * (2.0 if self.reads.locked() and y.sum().item() > 1e9 else 1.0)
 
-    Reads.reads.set()
+    Reads.reads.acquire()
     eager, graphed = twins(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads(WIDTH, WIDTH)), device)
     graphs, stats = attached(graphed, ["0", "1"], pool)
     data = batches(5, device, micro=1)
     assert_same(train(graphed, data), train(eager, data))
     assert [row["module"] for row in graphs.table()] == ["0"]
-    Reads.reads.clear()
+    Reads.reads.release()
     assert_same(train(graphed, data), train(eager, data))
     assert [row["module"] for row in graphs.table()] == ["0"]  # the failure stays until the graphs are cleared
     graphs.clear()
