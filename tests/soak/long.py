@@ -32,7 +32,7 @@ from tests.soak.watch import processes_of
 LEAST_TURNS = 60  # of a process, before its growth is judged: graphs are captured when they are first used
 REQUESTS = 60  # of a turn
 SPARE_FILES = 8  # connections that are about to close
-SPARE_GRAPHS = 2  # of rare batch sizes, whose first use comes late
+SPARE_GRAPHS = 4  # of 15: of rare batch sizes, whose first use comes late
 FLAGS = (
     "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "16", "--max-model-len", "512", "--num-pages", "200",
     "--warmup", "lazy", "--admin-without-key", "loopback", "--enable-sleep-mode", "--kv-offloading-size", "0.02",
