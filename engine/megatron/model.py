@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class MegatronModel(Model, nn.Module):
         # The frequencies that training uses, one row per position.
         self.register_buffer("rotary", self._rotary_frequencies(), persistent=False)
         for index, core in enumerate(self._cores):
-            core.forward = self._paged_attention(index, core.forward)
+            core.forward = partial(self._core_attention, index, core.forward)
 
     def close(self) -> None:
         """Restore the model's own core attention."""
@@ -112,15 +113,14 @@ class MegatronModel(Model, nn.Module):
         """
         return fusable_tensors(self)
 
-    def _paged_attention(self, index: int, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the core attention of layer `index`: over KV pages inside an engine step, else `original`."""
-
-        def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._attention is None:
-                return original(query, key, value, *args, **kwargs)
-            return self._attention(index, query.squeeze(1), key.squeeze(1), value.squeeze(1)).unsqueeze(1)
-
-        return forward
+    def _core_attention(
+        self, index: int, original: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Compute the core attention of layer `index`: over KV pages inside an engine step, else by `original`."""
+        if self._attention is None:
+            return original(query, key, value, *args, **kwargs)
+        return self._attention(index, query.squeeze(1), key.squeeze(1), value.squeeze(1)).unsqueeze(1)
 
     @contextmanager
     def _engine_mode(self, module: nn.Module, attention: Attention | None = None) -> Iterator[None]:

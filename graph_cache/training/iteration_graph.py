@@ -121,9 +121,10 @@ class IterationGraph:
         gradients = storages_of(self.step.gradients()).keys()
         kept = [(namespace.name_of(name), storages_of([tensor]).keys()) for namespace, name, tensor in self.stored]
         users = Counter(address for _, addresses in kept for address in addresses)
-        found = [f"keeps a gradient in {name}: store a clone" for name, addresses in kept if addresses & gradients]
-        shared = [name for name, addresses in kept if any(users[address] > 1 for address in addresses)]
-        return found + ([f"keeps one result in {' and '.join(shared)}: store clones"] if shared else [])
+        reasons = [f"keeps a gradient in {name}: store a clone" for name, addresses in kept if addresses & gradients]
+        if shared := [name for name, addresses in kept if any(users[address] > 1 for address in addresses)]:
+            reasons.append(f"keeps one result in {' and '.join(shared)}: store clones")
+        return reasons
 
     def _refuse(self, reasons: Sequence[str]) -> None:
         if reasons:
