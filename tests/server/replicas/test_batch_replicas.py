@@ -15,6 +15,7 @@ import pytest
 
 from engine import Engine, EngineConfig
 from tests.soak.serving import ENVIRONMENT, command_of
+from tests.support.waiting import descendants, is_alive
 
 pytest.importorskip("ray", reason="replicas run on Ray")
 FLAGS = (
@@ -43,31 +44,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have started."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_for_end(pids: list[int], seconds: float) -> None:
     """Wait for the end of processes, but not of Ray's agents."""
     end = time.monotonic() + seconds
-    while left := [command_of(pid) for pid in pids if is_running(pid) and not command_of(pid).startswith(RAYS_AGENTS)]:
+    while left := [command_of(pid) for pid in pids if is_alive(pid) and not command_of(pid).startswith(RAYS_AGENTS)]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 
