@@ -428,10 +428,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("api", ["module", "iteration", "function"])
-@pytest.mark.parametrize("name", PLACES | SPECIAL)
-def test_a_change_in_any_place_that_is_read_is_noticed(pool, device, name, api, monkeypatch):
-    make, read, change = (PLACES | SPECIAL)[name]
+def model_that_reads(make, read):
+    """Return a class of models that multiply by what `read` finds in the place that `make` returns."""
 
     class Reads(nn.Linear):
         def __init__(self):
@@ -441,7 +439,14 @@ def test_a_change_in_any_place_that_is_read_is_noticed(pool, device, name, api, 
         def forward(self, x):
             return super().forward(x) * read(self)
 
-    monkeypatch.setattr(f"{__name__}.Model", Reads)
+    return Reads
+
+
+@pytest.mark.parametrize("api", ["module", "iteration", "function"])
+@pytest.mark.parametrize("name", PLACES | SPECIAL)
+def test_a_change_in_any_place_that_is_read_is_noticed(pool, device, name, api, monkeypatch):
+    make, read, change = (PLACES | SPECIAL)[name]
+    monkeypatch.setattr(f"{__name__}.Model", model_that_reads(make, read))
 
     def run(captures):
         try:
